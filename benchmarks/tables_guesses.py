@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
+from typing import NamedTuple
 
 import predicted
 from cascade import LOSSLESS_ARMS, PASS_TOKENS
@@ -53,32 +54,50 @@ def at(row: Row) -> tuple[int, int]:
     return row["batch"], row["length"]
 
 
-def runs() -> Iterator[tuple[str, dict[str, Row]]]:
-    """Yield the shape's name and the engines of each run with synthetic rates. States that a later
-    run has measured again with the same arm are left out.
+CASES: dict[str, Callable[[Row], Hashable]] = {
+    "passes": lambda row: (at(row), row["tokens"]),
+    "points": lambda row: (at(row), rates_of(row), row["drafts"]),
+}
+"""What tells the rows of a part of an engine's results apart."""
+
+
+class Measured(NamedTuple):
+    """An engine's results with synthetic rates.
+
+    Attributes:
+        shape: the shape's name.
+        arm: a key of ``WEIGHTS``.
+        stock: the points of stock vLLM in the same run.
+        engine: all of the engine's results.
+        later: the results of the same arm in later runs.
     """
+
+    shape: str
+    arm: str
+    stock: list[Row]
+    engine: Row
+    later: list[Row]
+
+    def rows(self, part: str) -> list[Row]:
+        """Return the passes or points without the cases that a later run has measured again."""
+        case = CASES[part]
+        again = {case(row) for other in self.later for row in other.get(part, ())}
+        return [row for row in self.engine.get(part, ()) if case(row) not in again]
+
+
+def measured() -> Iterator[Measured]:
+    """Yield the results with synthetic rates, run by run."""
     for shape, name in SHAPES.items():
         path = RESULTS / f"cascade_{shape}.json"
         if not path.exists():
             continue
-        measured = [run["engines"] for run in read_result(path)["runs"]]
-        for number, engines in enumerate(measured):
-            later = measured[number + 1 :]
-            kept = {
-                arm: not_measured_again(engine, [run[arm] for run in later if arm in run])
-                for arm, engine in engines.items()
-                if arm != "stock"
-            }
-            yield name, {"stock": engines["stock"], **kept}
-
-
-def not_measured_again(engine: Row, later: Iterable[Row]) -> Row:
-    """Return an engine's rows without the states that one of the later engines has."""
-    again = {at(row) for other in later for row in other["points"]}
-    return {
-        part: [row for row in engine.get(part, ()) if at(row) not in again]
-        for part in ("passes", "points")
-    }
+        runs = [run["engines"] for run in read_result(path)["runs"]]
+        for number, engines in enumerate(runs):
+            stock = engines["stock"]["points"]
+            for arm in WEIGHTS:
+                if arm in engines:
+                    later = [run[arm] for run in runs[number + 1 :] if arm in run]
+                    yield Measured(name, arm, stock, engines[arm], later)
 
 
 def state_name(state: tuple[int, int]) -> str:
@@ -86,10 +105,10 @@ def state_name(state: tuple[int, int]) -> str:
     return f"{state[0]} x {state[1]:,}"
 
 
-def pass_ms(engine: Row) -> dict[tuple[int, int], dict[int, float]]:
+def pass_ms(passes: Iterable[Row]) -> dict[tuple[int, int], dict[int, float]]:
     """Return the time of a sparse pass in ms, by state and tokens per sequence."""
     found: dict[tuple[int, int], dict[int, float]] = {}
-    for row in engine.get("passes", ()):
+    for row in passes:
         found.setdefault(at(row), {})[row["tokens"]] = row["ms"]
     return found
 
@@ -99,12 +118,11 @@ def passes() -> str:
     times as long passes over several tokens take.
     """
     rows = []
-    for name, engines in runs():
-        for arm, bits in WEIGHTS.items():
-            for state, by_tokens in pass_ms(engines.get(arm, {})).items():
-                one, *several = (by_tokens[tokens] for tokens in PASS_TOKENS)
-                cells = [f"{ms / one:.2f}x" for ms in several]
-                rows.append([name, state_name(state), bits, f"{one:.2f}", *cells])
+    for found in measured():
+        for state, by_tokens in pass_ms(found.rows("passes")).items():
+            one, *several = (by_tokens[tokens] for tokens in PASS_TOKENS)
+            cells = [f"{ms / one:.2f}x" for ms in several]
+            rows.append([found.shape, state_name(state), WEIGHTS[found.arm], f"{one:.2f}", *cells])
     head = ["shape", "sequences x tokens", "bits of the weights", "1 token, ms"]
     return table([*head, *(f"{tokens} tokens" for tokens in PASS_TOKENS[1:])], rows)
 
@@ -148,15 +166,15 @@ def speed() -> str:
     fastest number of drafts or passes per cycle.
     """
     rows = []
-    for name, engines in runs():
-        for stock in engines["stock"]["points"]:
+    for found in measured():
+        all_passes = pass_ms(found.engine["passes"])
+        for stock in found.stock:
             state = at(stock)
-            for arm in [arm for arm in WEIGHTS if arm in engines]:
-                points = [row for row in engines[arm]["points"] if at(row) == state]
-                for rates in sorted({rates_of(row) for row in points}):
-                    best = fastest(row for row in points if rates_of(row) == rates)
-                    one_pass = pass_ms(engines[arm])[state][best.get("guesses", 0) + 1]
-                    rows.append(speed_row(name, WEIGHTS[arm], stock, best, one_pass))
+            points = [row for row in found.rows("points") if at(row) == state]
+            for rates in sorted({rates_of(row) for row in points}):
+                best = fastest(row for row in points if rates_of(row) == rates)
+                one_pass = all_passes[state][best.get("guesses", 0) + 1]
+                rows.append(speed_row(found.shape, WEIGHTS[found.arm], stock, best, one_pass))
     head = [
         "shape",
         "sequences x tokens",
@@ -289,22 +307,17 @@ def real_speed() -> str:
 
 def real_earlier_speed() -> str:
     """Tabulate, for each text, every arm's speed relative to stock vLLM in each run before the last
-    one.
+    one. Runs are numbered from 1.
     """
-    *earlier, _last = real_runs()
+    *earlier, last = real_runs()
+    wanted = texts(last["stock"])
     rows = []
     for arm, name in REAL_ARMS.items():
-        with_arm = [run for run in earlier if arm in run]
-        ratios = [[f"{ratio:.2f}x" for ratio in relative_speeds(run, arm)] for run in with_arm]
-        if ratios:
-            rows.append([name, *(", ".join(cells) for cells in zip(*ratios, strict=True))])
-    return table(["", *text_names(earlier[0])], rows)
-
-
-def relative_speeds(run: dict[str, list[Row]], arm: str) -> list[float]:
-    """Return an arm's speed relative to stock vLLM, for each text."""
-    pairs = zip(by_text(run, arm), by_text(run, "stock"), strict=True)
-    return [tokens_per_s(ours) / tokens_per_s(stock) for ours, stock in pairs]
+        for number, run in enumerate(earlier, start=1):
+            if arm in run:
+                pairs = [[sampled_from(run[of], text) for of in (arm, "stock")] for text in wanted]
+                rows.append([name, str(number), *(relative_speed(*pair) for pair in pairs)])
+    return table(["", "run", *text_names(last)], rows)
 
 
 def real_stock_drafters() -> str:

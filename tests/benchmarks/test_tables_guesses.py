@@ -195,28 +195,39 @@ def test_arms_that_the_last_run_lacks_come_from_the_run_before(tables, tmp_path)
     ]
 
 
-def test_states_measured_again_are_shown_once(tables, tmp_path):
-    def run(speed, *lengths, arms=("lossless",)):
-        states = [{"batch": 8, "length": length} for length in lengths]
-        cycle = {"drafts": 4, "acceptance": 0.9, "ms": 6.0, "tokens_per_cycle": 3.0}
-        passes = [{**s, "tokens": t, "ms": 1.0 * t} for s in states for t in tables.PASS_TOKENS]
-        points = [{**s, **cycle, "tokens_per_s": speed} for s in states]
-        stock = {"points": [{**s, "tokens_per_s": 100.0, "ms": 2.0} for s in states]}
-        return {
-            "engines": {"stock": stock, **{a: {"passes": passes, "points": points} for a in arms}}
+def test_cases_measured_again_are_shown_once(tables, tmp_path):
+    def run(speed, cases, **more):
+        """Return a run in which cases, a length and a number of drafts each, have this speed."""
+        states = [{"batch": 8, "length": length} for length in dict.fromkeys(n for n, _ in cases)]
+        cycle = {"acceptance": 0.9, "ms": 6.0, "tokens_per_cycle": 3.0, "tokens_per_s": speed}
+        engine = {
+            "passes": [
+                {**s, "tokens": t, "ms": 1.0 * t} for s in states for t in tables.PASS_TOKENS
+            ],
+            "points": [{"batch": 8, "length": n, "drafts": k, **cycle} for n, k in cases],
         }
+        stock = {"points": [{**s, "tokens_per_s": 100.0, "ms": 2.0} for s in states]}
+        return {"engines": {"stock": stock, "lossless": engine, **more}}
 
-    runs = [run(200.0, 100, 300, arms=("lossless", "fp8")), run(300.0, 100)]
+    first = run(200.0, [(100, 4), (100, 8), (300, 4)])
+    first["engines"]["fp8"] = first["engines"]["lossless"]
+    runs = [first, run(300.0, [(100, 4)]), run(400.0, [(100, 8)])]
     (tmp_path / "cascade_qwen3-8b.json").write_text(json.dumps({"runs": runs}))
     _, _, *speeds = cells(tables.speed())
-    assert [(row[1], row[3], row[10]) for row in speeds] == [
-        ("8 x 100", "8", "2.00x"),
-        ("8 x 300", "16", "2.00x"),
-        ("8 x 300", "8", "2.00x"),
-        ("8 x 100", "16", "3.00x"),
+    assert [(row[1], row[3], row[7], row[10]) for row in speeds] == [
+        ("8 x 300", "16", "4", "2.00x"),
+        ("8 x 100", "8", "4", "2.00x"),
+        ("8 x 300", "8", "4", "2.00x"),
+        ("8 x 100", "16", "4", "3.00x"),
+        ("8 x 100", "16", "8", "4.00x"),
     ]
     _, _, *passes = cells(tables.passes())
-    assert [row[1:3] for row in passes].count(["8 x 100", "16"]) == 1
+    assert [(row[1], row[2]) for row in passes] == [
+        ("8 x 300", "16"),
+        ("8 x 100", "8"),
+        ("8 x 300", "8"),
+        ("8 x 100", "16"),
+    ]
 
 
 def test_runs_before_the_last_share_a_table(tables, tmp_path):
@@ -229,6 +240,7 @@ def test_runs_before_the_last_share_a_table(tables, tmp_path):
     write(tables, tmp_path, *runs, stock=stock, guess3=stock)
     _, _, *rows = cells(tables.real_earlier_speed())
     assert rows == [
-        [tables.REAL_ARMS["guess3"], "2.00x, 4.00x"],
-        [tables.REAL_ARMS["head_guess3"], "0.50x"],
+        [tables.REAL_ARMS["guess3"], "2", "2.00x (0%)"],
+        [tables.REAL_ARMS["guess3"], "3", "4.00x (0%)"],
+        [tables.REAL_ARMS["head_guess3"], "2", "0.50x (0%)"],
     ]
