@@ -89,6 +89,7 @@ def test_bins_are_counted_as_above_within_or_below_the_target(study):
 
 def test_the_table_of_schedules_shows_the_worst_bin_with_its_interval(study, monkeypatch):
     bins = [[0, 0.87, 0.85, 0.89], [1024, 0.83, 0.8, 0.86], [2048, 0.9, 0.7, 0.95]]
+    bins.append([3072, 0.83, 0.79, 0.87])  # the first of equal bins counts
     row = {"on": "prose", "domain": "sources", "p5": [0.86, 0.85, 0.87], "tokens_read": 748.0}
     result = {"rows": [{**row, "bins": bins, "below": 1}]}
     monkeypatch.setattr(study.tables_pretrained, "load", {"pretrained_schedules": result}.get)
