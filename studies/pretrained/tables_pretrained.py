@@ -293,10 +293,11 @@ def _last(run: Row, steps: int) -> float:
 
 def training_p5(task: str) -> str:
     """Tabulate p5 by length in a task's training: the means of the first and last three steps that
-    arms are compared over, and the lowest p5 of any of these steps. Single runs also have p5 in
-    their own last step, with its interval; the dense and lossless arms have an interval over seeds
-    for the last three steps. Only lengths that all runs have in all compared steps are shown. Each
-    schedule also has the p5 that calibration found, above the first arm that uses it.
+    arms are compared over, and the lowest p5 of any of these steps. The dense and lossless arms
+    have an interval over seeds for the last three steps, or the values if there are only one or two
+    seeds. Single runs also have p5 in their own last step, with its interval, if they measured it.
+    Only lengths that all runs have in all compared steps are shown. Each schedule also has the p5
+    that calibration found, above the first arm that uses it.
     """
     result = load(f"pretrained_training_{task}")
     steps = result["compared_steps"]
@@ -304,29 +305,37 @@ def training_p5(task: str) -> str:
     rows: list[list[str]] = []
     calibrations: list[list[str]] = []
 
-    def summarised(runs: list[Row], single: bool) -> list[str]:
+    def over_seeds(runs: list[Row]) -> list[str]:
         cells = []
         for same in zip(*(_bins(run, shown) for run in runs), strict=True):
             series = [bin_["p5"][:steps] for bin_ in same]
             first = fmean(fmean(x[:3]) for x in series)
-            last = _over_seeds([fmean(x[-3:]) for x in series])
-            cell = f"{first:.3f} / {interval(last, 3)} / {min(map(min, series)):.3f}"
-            cells.append(f"{cell} / {interval(same[0]['last'], 3)}" if single else cell)
+            last = [fmean(x[-3:]) for x in series]
+            seeds = interval(_over_seeds(last), 3) if len(last) > 2 else _listed(last, ".3f")
+            cells.append(f"{first:.3f} / {seeds} / {min(map(min, series)):.3f}")
+        return cells
+
+    def of_one_run(run: Row) -> list[str]:
+        cells = []
+        for bin_ in _bins(run, shown):
+            series = bin_["p5"][:steps]
+            cell = f"{fmean(series[:3]):.3f} / {fmean(series[-3:]):.3f} / {min(series):.3f}"
+            if bin_["p5"][-1] is not None:
+                cell += f" / {interval([x for x in bin_['last'] if x is not None], 3)}"
+            cells.append(cell)
         return cells
 
     for row in result["rows"]:
         runs = [run for run in result["runs"] if run["arm"] == row["arm"]]
         if row["arm"] in ("dense", "lossless"):
-            rows.append([row["arm"], "all seeds", *summarised(runs, single=False)])
+            rows.append([row["arm"], "all seeds", *over_seeds(runs)])
             continue
         measured = [bin_.get("calibrated") for bin_ in _bins(runs[0], shown)]
         found = [interval(x, 3) if x else "" for x in measured]
         if any(found) and found not in calibrations:
             calibrations.append(found)
             rows.append([row["arm"], "calibration", *found])
-        rows += [
-            [row["arm"], f"seed {run['seed']}", *summarised([run], single=True)] for run in runs
-        ]
+        rows += [[row["arm"], f"seed {run['seed']}", *of_one_run(run)] for run in runs]
     return table(["rollouts", "", *map(_where, _bins(result["runs"][0], shown))], rows)
 
 

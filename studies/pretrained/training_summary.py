@@ -130,9 +130,9 @@ def times(folder: Path) -> dict[str, Any]:
 
 
 def whole_bins(folder: Path, steps: Sequence[Run]) -> list[dict[str, Any]]:
-    """Return p5 by length: what calibration measured, all steps, and the last step with p5's
-    interval and the ceiling. Leave out lengths with less than a tenth as many tokens as the fullest
-    bin.
+    """Return p5 by length: what calibration measured, all steps, and the last step that has the
+    length, with p5's interval and the ceiling. Leave out lengths with less than a tenth as many
+    tokens as the fullest bin.
     """
     rows = [{bin_["start"]: bin_ for bin_ in row["mismatch"]["bins"]} for row in steps]
     starts = sorted({start for row in rows for start in row})

@@ -276,7 +276,10 @@ def test_p5_table_shows_a_schedule_once_and_only_lengths_of_all_runs(study, monk
     found = {"calibrated": [0.72, 0.7, 0.74]}
     runs = [
         run("dense", 0, 0.85, [2560]),
-        run("dense", 1, 0.95, [2560]),
+        run("dense", 1, 0.94, [2560]),
+        run("dense", 2, 0.94, [2560]),
+        run("lossless", 0, 0.8, [2560]),
+        run("lossless", 1, 0.9, [2560]),
         run("auto80", 0, 0.8, [2560]),
         run("p70", 0, 0.7, [2560, 3072], **found),
         run("p70-distill", 0, 0.6, [2560], **found),
@@ -290,13 +293,35 @@ def test_p5_table_shows_a_schedule_once_and_only_lengths_of_all_runs(study, monk
     assert study.tables_pretrained.training_p5("x").splitlines() == [
         "| rollouts |  | 2,560 to 3,072 |",
         "| --- | --- | --- |",
-        # a t-interval with one degree of freedom: 12.706 times half the difference
-        "| dense | all seeds | 0.900 / 0.900 [0.265, 1.535] / 0.850 |",
+        # a t-interval with two degrees of freedom: 4.303 times a standard error of 0.03
+        "| dense | all seeds | 0.910 / 0.910 [0.781, 1.039] / 0.850 |",
+        "| lossless | all seeds | 0.850 / 0.800, 0.900 / 0.800 |",
         "| auto80 | seed 0 | 0.800 / 0.800 / 0.800 / 0.800 [0.700, 0.900] |",
         "| p70 | calibration | 0.720 [0.700, 0.740] |",
         "| p70 | seed 0 | 0.700 / 0.700 / 0.700 / 0.700 [0.600, 0.800] |",
         "| p70-distill | seed 0 | 0.600 / 0.600 / 0.600 / 0.600 [0.500, 0.700] |",
         "| p70-distill | seed 1 | 0.500 / 0.500 / 0.500 / 0.500 [0.400, 0.600] |",
+    ]
+
+
+def test_p5_table_shows_a_runs_last_step_only_if_it_was_measured(study, monkeypatch):
+    def run(seed, p5, last):
+        bins = [{"start": 0, "end": 512, "p5": p5, "last": last}]
+        return {"arm": "p86", "seed": seed, "bins": bins}
+
+    runs = [
+        run(0, [0.8, 0.9, 0.7], [0.7, 0.6, 0.8]),
+        run(1, [0.8, 0.9, 0.7], [0.7, None, None]),
+        run(2, [0.8, 0.9, 0.6, None], [0.6, 0.5, 0.7]),  # from the step before the last one
+        run(3, [0.8, 0.9, 0.6, None], [None, None, None]),
+    ]
+    result = {"compared_steps": 2, "rows": [{"arm": "p86"}], "runs": runs}
+    monkeypatch.setattr(study.tables_pretrained, "load", {"pretrained_training_x": result}.get)
+    assert study.tables_pretrained.training_p5("x").splitlines()[2:] == [
+        "| p86 | seed 0 | 0.850 / 0.850 / 0.800 / 0.700 [0.600, 0.800] |",
+        "| p86 | seed 1 | 0.850 / 0.850 / 0.800 / 0.700 |",
+        "| p86 | seed 2 | 0.850 / 0.850 / 0.800 |",
+        "| p86 | seed 3 | 0.850 / 0.850 / 0.800 |",
     ]
 
 
