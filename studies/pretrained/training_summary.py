@@ -8,8 +8,7 @@ table.
 
 Arms are compared over the steps that all runs completed. Differences from dense rollouts and their
 95 % intervals come from a linear model with an effect per arm and per seed, so they compare runs
-with the same seed. The model assumes that all runs scatter equally around it. All other intervals
-over seeds are 95 % t-intervals.
+with the same seed. The model assumes that all runs scatter equally around it.
 
 With ``--clock``, for runs that had a GPU to themselves, the summary says how long steps and their
 parts take, and leaves out p5, the length of each step's responses, and the fraction of the KV cache
@@ -36,13 +35,7 @@ from scipy.stats import t
 ROOT = Path(__file__).parents[2]
 sys.path += [str(ROOT / "benchmarks"), str(ROOT / "studies/common")]
 from common import read_result, save, table  # noqa: E402
-from stability_statistics import (  # noqa: E402
-    Run,
-    by_arm,
-    last_reward,
-    logged_rows,
-    t_interval,
-)
+from stability_statistics import Run, by_arm, logged_rows  # noqa: E402
 
 WARM_UP = 3
 """How many steps at the start of a run are not timed."""
@@ -182,11 +175,6 @@ def mean_reward(run: Run, steps: int) -> float:
     return float(np.mean(run["reward"][:steps]))
 
 
-def lowest_p5(run: Run) -> float:
-    """Return the lowest p5 of any length bin in the last step."""
-    return float(min(row["last"][0] for row in run["bins"]))
-
-
 def limits(mean: float, half: float) -> list[float | None]:
     """Return a mean with the ends of its interval; for a single seed, the ends are None."""
     return rounded([mean, None, None] if np.isnan(half) else [mean, mean - half, mean + half])
@@ -217,23 +205,16 @@ def minus_dense(runs: Sequence[Run], steps: int) -> dict[str, list[float | None]
 
 def row(some: Sequence[Run], steps: int) -> dict[str, Any]:
     """Summarise an arm, given its runs and the number of steps over which arms are compared. Runs
-    of clock summaries have no p5.
+    end after different numbers of steps, so nothing is averaged over their ends.
     """
-    p5 = {}
-    if "bins" in some[0]:
-        p5["lowest_p5"] = limits(*t_interval([lowest_p5(run) for run in some]))
-    evaluated = [run["held_out"] for run in some if run["held_out"]]
-    start = round(float(np.mean([e[0][1] for e in evaluated])), 3) if evaluated else None
+    first = [run["held_out"][0][1] for run in some if run["held_out"]]
     return {
         "arm": some[0]["arm"],
         "seeds": [run["seed"] for run in some],
         "steps": [len(run["reward"]) for run in some],
         "minutes": rounded((run["clock"][-1] / 60 for run in some), 1),
         "reward": rounded(mean_reward(run, steps) for run in some),
-        "reward_end": limits(*t_interval([last_reward(run) for run in some])),
-        "held_out_start": start,
-        "held_out_end": limits(*t_interval([e[-1][1] for e in evaluated])) if evaluated else None,
-        **p5,
+        "held_out_start": round(float(np.mean(first)), 3) if first else None,
         "read": round(float(np.mean([run["read"] for run in some])), 3),
     }
 
@@ -251,8 +232,8 @@ def summary(runs: Sequence[Run]) -> dict[str, Any]:
 
 
 def finished(folder: Path, clock: bool = False) -> list[Run]:
-    """Return the runs in ``folder`` that finished a step, for a clock summary with the times of
-    their steps. Raises ValueError if there are none.
+    """Return the runs in ``folder`` that finished a step, as ``read`` or, if ``clock``, as
+    ``timed`` returns them. Raises ValueError if there are none.
     """
     folders = [path.parent for path in folder.glob("*-*/metrics.jsonl") if logged_rows(path)]
     if not folders:
@@ -295,14 +276,11 @@ def main(options: Options) -> None:
     found = summary(runs)
     where = {"machine": options.trained_on} if options.trained_on else {}
     save(options.out, {**where, **found})
-    values = ["reward_end", "reward_minus_dense", "held_out_end"]
-    if not options.clock:
-        values.append("lowest_p5")
     cells = [
-        [r["arm"], len(r["seeds"]), max(r["steps"]), *(shown(r[name]) for name in values)]
+        [r["arm"], len(r["seeds"]), max(r["steps"]), shown(r["reward_minus_dense"])]
         for r in found["rows"]
     ]
-    print(table(["arm", "seeds", "steps", *values], cells))
+    print(table(["arm", "seeds", "steps", "reward minus dense"], cells))
 
 
 if __name__ == "__main__":
