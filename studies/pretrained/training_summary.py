@@ -15,7 +15,8 @@ parts take, and leaves out p5, the length of each step's responses, and the frac
 read in each step.
 
 With ``--earlier``, the summary also covers the runs of an earlier summary of the same kind. If both
-have a run with the same arm and seed, the one in the folder counts.
+have a run with the same arm and seed, the one in the folder counts. All runs must have been
+performed on the same machine.
 """
 
 from __future__ import annotations
@@ -34,7 +35,7 @@ from scipy.stats import t
 
 ROOT = Path(__file__).parents[2]
 sys.path += [str(ROOT / "benchmarks"), str(ROOT / "studies/common")]
-from common import read_result, save, table  # noqa: E402
+from common import machine, read_result, save, table  # noqa: E402
 from stability_statistics import Run, by_arm, logged_rows  # noqa: E402
 
 WARM_UP = 3
@@ -241,11 +242,18 @@ def finished(folder: Path, clock: bool = False) -> list[Run]:
     return [timed(read(path), path) if clock else read(path) for path in folders]
 
 
-def joined(runs: Sequence[Run], path: Path) -> list[Run]:
-    """Return ``runs`` and those of the summary ``path`` that have another arm or seed. Raises
-    ValueError if only one of them is a clock summary.
+def joined(runs: Sequence[Run], where: str, path: Path) -> list[Run]:
+    """Return ``runs``, performed on the machine ``where``, and those of the summary ``path`` that
+    have another arm or seed. Raises ValueError if the machines differ, or if only one of them is a
+    clock summary.
     """
-    earlier: list[Run] = read_result(path)["runs"]
+    summarised = read_result(path)
+    if summarised["machine"] != where:
+        raise ValueError(
+            f"the runs in {path} were performed on {summarised['machine']}, but the new ones on "
+            f"{where}; summarise them without --earlier, or correct --trained-on"
+        )
+    earlier: list[Run] = summarised["runs"]
     if ("bins" in earlier[0]) != ("bins" in runs[0]):
         kind = "without" if "bins" in earlier[0] else "with"
         raise ValueError(f"{path} was written {kind} --clock; summarise the new runs {kind} it too")
@@ -271,11 +279,11 @@ def timed(run: Run, folder: Path) -> Run:
 def main(options: Options) -> None:
     """Write the summary, and print the table."""
     runs = finished(options.runs, options.clock)
+    where = options.trained_on or machine()
     if options.earlier:
-        runs = joined(runs, options.earlier)
+        runs = joined(runs, where, options.earlier)
     found = summary(runs)
-    where = {"machine": options.trained_on} if options.trained_on else {}
-    save(options.out, {**where, **found})
+    save(options.out, {"machine": where, **found})
     cells = [
         [r["arm"], len(r["seeds"]), max(r["steps"]), shown(r["reward_minus_dense"])]
         for r in found["rows"]

@@ -3,6 +3,7 @@ arms run, and the arithmetic of the summary.
 """
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -205,6 +206,22 @@ def test_an_earlier_summarys_runs_are_kept_unless_they_were_repeated(study, tmp_
     kind = "with" if is_clock else "without"
     with pytest.raises(ValueError, match=rf"old\.json was written {kind} --clock; .*{kind} it"):
         summarised("mixed", not is_clock, dense_2=[0.1] * 4)
+
+
+def test_runs_of_another_machine_are_not_added_to_a_summary(study, tmp_path):
+    run_directory(tmp_path / "dense-0", [0.1], 0.9)
+    earlier = study.training_summary.Options(tmp_path, tmp_path / "old.json", trained_on="A")
+    study.training_summary.main(earlier)
+    later = replace(earlier, out=tmp_path / "new.json", earlier=earlier.out, trained_on="B")
+    message = (
+        r"old\.json were performed on A, but the new ones on B; summarise them without --earlier"
+    )
+    with pytest.raises(ValueError, match=message):
+        study.training_summary.main(later)
+    assert not later.out.exists()
+
+    study.training_summary.main(replace(later, trained_on="A"))
+    assert study.common.read_result(later.out)["machine"] == "A"
 
 
 def test_a_drafting_runs_acceptance_and_a_schedules_calibrated_p5_are_read(study, tmp_path):
