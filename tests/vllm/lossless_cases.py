@@ -912,6 +912,25 @@ def test_the_draft_schedule_may_change_between_calls(folder, model):
     assert shares[1] < 0.4 and shares[40] > 0.7
 
 
+def test_requests_with_a_cached_prompt_have_no_drafts_that_nobody_made(folder):
+    """vLLM pads a new request whose prompt is cached except for one token to the length of other
+    requests' verification, unless draft lengths are looked up in a table. It then verifies and
+    counts drafts that no drafter has made.
+    """
+    (prompt,) = prompts(2 * tiny.OPTIONS["block_size"] + 1, seed=9)
+    told = []
+    for is_cached in (True, False):
+        options = dict(max_num_seqs=4, enable_prefix_caching=is_cached)
+        with engine(folder, lossless(4, pages=2), **options) as llm:
+            llm.collective_rpc("sparrow_acceptance")
+            wanted = [parameters(8, temperature=1.0, seed=seed) for seed in range(24)]
+            asked = [{"prompt_token_ids": prompt}] * len(wanted)
+            outputs = llm.generate(asked, wanted, use_tqdm=False)
+            (bin_,) = llm.collective_rpc("sparrow_acceptance")[0]["bins"]
+            told.append((bin_["drafts"], tokens_of(output.outputs[0] for output in outputs)))
+    assert told[0] == told[1]
+
+
 def test_the_draft_budget_may_change_with_every_cycle(folder, model, monkeypatch):
     """Drafts are verified and counted under their own budget, and tokens and counters are the same
     as with constant budgets.

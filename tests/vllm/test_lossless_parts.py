@@ -53,6 +53,7 @@ def test_vllm_is_configured_to_draft_with_the_model_itself():
         "model": "m",
         "num_speculative_tokens": 5,
         "draft_sample_method": "probabilistic",
+        "num_speculative_tokens_per_batch_size": [(1, 1, 5)],
     }
     assert made.async_scheduling is True and made.scheduler_cls is None
 
@@ -128,6 +129,10 @@ def test_synthetic_acceptance_can_be_requested():
         (
             dict(speculative_config={"method": "ngram"}),
             "sets vLLM's speculative_config itself, got {'method': 'ngram'",
+        ),
+        (
+            dict(speculative_config="ngram"),
+            "sets vLLM's speculative_config itself, got 'ngram'; leave speculative_config out",
         ),
         (
             dict(speculative_config={"num_speculative_tokens": 3}),

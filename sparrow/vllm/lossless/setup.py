@@ -8,7 +8,7 @@ vLLM's speculator would load a second copy of the model, or draft with the head 
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from copy import copy
 from typing import Any
 
@@ -94,19 +94,20 @@ def _speculative_config(arguments: Any, decoding: Decoding) -> dict[str, Any]:
         "model": decoding.guess_head or arguments.model,
         "num_speculative_tokens": decoding.draft_tokens,
         "draft_sample_method": "probabilistic",
+        # vLLM captures graphs for each of these draft lengths. If the number of drafts is adaptive,
+        # the scheduler picks one before each step. If there is only one, the table still matters:
+        # without it, vLLM gives a new request whose prompt is cached except for one token drafts
+        # that nobody made. vLLM before 0.31 then verifies them against another request's.
+        "num_speculative_tokens_per_batch_size": [
+            (n, n, drafts) for n, drafts in enumerate(draft_choices(decoding), start=1)
+        ],
     }
-    if decoding.adapt_draft_tokens:
-        # vLLM captures graphs for each of these draft lengths, and the scheduler picks one before
-        # each step.
-        ranges = [(n, n, drafts) for n, drafts in enumerate(draft_choices(decoding), start=1)]
-        wanted["num_speculative_tokens_per_batch_size"] = ranges
     asked = arguments.speculative_config or {}
+    if not isinstance(asked, Mapping):
+        raise _set_by_us(asked)
     own = {name: value for name, value in asked.items() if name not in ALLOWED_SPECULATION}
     if own and any(own.get(name) != value for name, value in wanted.items()):
-        raise ConfigError(
-            f"mode 'lossless' sets vLLM's speculative_config itself, got {asked}; leave "
-            "speculative_config out, or start vLLM without Sparrow"
-        )
+        raise _set_by_us(asked)
     method = asked.get("rejection_sample_method", "standard")
     if decoding.drafter_invariant and method != "standard":
         raise ConfigError(
@@ -114,6 +115,14 @@ def _speculative_config(arguments: Any, decoding: Decoding) -> dict[str, Any]:
             f"rejection_sample_method is {method!r}; leave out one of the two options"
         )
     return {**asked, **wanted}
+
+
+def _set_by_us(asked: Any) -> ConfigError:
+    """Make the error for a user's own ``speculative_config``."""
+    return ConfigError(
+        f"mode 'lossless' sets vLLM's speculative_config itself, got {asked!r}; leave "
+        "speculative_config out, or start vLLM without Sparrow"
+    )
 
 
 def _set_scheduler(arguments: Any) -> None:
