@@ -7,6 +7,7 @@ from __future__ import annotations
 import itertools
 import os
 import sys
+import traceback
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NoReturn
@@ -59,6 +60,11 @@ def main(argv: Sequence[str] | None = None) -> None:
             f"{where}{error.strerror or error}; free disk space, or choose another path",
             code=failure,
         )
+    except Exception:
+        if failure == Command.failure:
+            raise
+        traceback.print_exc()  # Python itself would exit with 1
+        sys.exit(failure)
     except KeyboardInterrupt:
         _stop(command.interrupted() if command else "interrupted", code=130)
 

@@ -558,3 +558,18 @@ def test_engine_options_can_be_given_as_json():
         {"compilation_config": config, "max_model_len": 1024, "attention_backend": "CUSTOM"},
     )
     assert parse_spec("hf") == ("hf", {})
+
+
+@pytest.mark.parametrize(("command", "status"), [("audit", 2), ("measure", None)])
+def test_crashes_are_not_verdicts(monkeypatch, capsys, command, status):
+    """``audit`` exits with status 1 if an engine is biased, and so does Python after a traceback."""
+
+    def crash(arguments):
+        raise ZeroDivisionError("a bug")
+
+    monkeypatch.setattr("sparrow.cli.entry.parse", crash)
+    with pytest.raises(SystemExit if status else ZeroDivisionError) as ended:
+        main([command])
+    if status:
+        assert ended.value.code == status
+        assert "ZeroDivisionError: a bug" in capsys.readouterr().err

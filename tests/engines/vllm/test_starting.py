@@ -109,6 +109,11 @@ def test_unrelated_errors_during_startup_are_raised_unchanged():
         assert raised.value is error
 
 
+def test_options_of_the_wrong_type_are_reported():
+    with pytest.raises(EngineError, match=r"^vLLM did not start: 'int' object"), starting():
+        (3).items()
+
+
 def test_death_of_a_worker_process_is_reported():
     with pytest.raises(EngineError, match="see its error message above"), starting():
         raise Exception("WorkerProc initialization failed due to an exception. See stack trace.")
