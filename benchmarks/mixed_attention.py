@@ -18,13 +18,14 @@ rate. The first turn of each engine warms up and isn't kept. Ratios are computed
 two turns. The engine that goes first alternates.
 
 Lossy mode keeps 61 pages of 16 tokens by score in layers with full attention, as in other
-benchmarks of speed. The other layers run vLLM's own attention in both engines.
+benchmarks of speed, so it reads 1,024 tokens there. The other layers run vLLM's own attention in
+both engines.
 
 Both engines have the same settings, which the JSON file records. Decode steps run in CUDA graphs.
 ``torch.compile``, vLLM's default, is only used with ``--compile``, because it takes minutes.
 
-The file is written after each point. A point is skipped if it is not expected to end before the
-deadline.
+The file is written after each point. A point that is not expected to end before the deadline is
+skipped, and listed in the file.
 """
 
 from __future__ import annotations
@@ -32,6 +33,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import re
 import tempfile
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -60,7 +62,11 @@ BATCHED_TOKENS = 8192
 CACHE_MARGIN = 1.15
 """Room in the KV cache for landmarks and partly filled blocks."""
 BLOCK = 2048
-"""More tokens than vLLM's blocks have in hybrids, where a block is as large as a state."""
+"""An upper bound on the tokens per block of vLLM's KV cache. In hybrids, a block of keys and values
+is as large as a state.
+"""
+PERIOD = 4
+"""Every fourth layer has full attention."""
 
 
 class Point(NamedTuple):
@@ -74,8 +80,16 @@ class Point(NamedTuple):
 
     @classmethod
     def parse(cls, text: str) -> Point:
-        sequences, prompt = text.split("x")
-        return cls(int(sequences), int(prompt))
+        """Read a point from the command line.
+
+        Raises ArgumentTypeError, whose message argparse shows, if the form is wrong.
+        """
+        found = re.fullmatch(r"(\d+)x(\d+)", text)
+        if not found:
+            raise argparse.ArgumentTypeError(
+                f"a point must have the form SEQUENCESxTOKENS, such as 64x4096, got {text!r}"
+            )
+        return cls(*map(int, found.groups()))
 
     @property
     def new(self) -> int:
@@ -100,10 +114,6 @@ class Shape(NamedTuple):
     layers: int
     points: tuple[Point, ...]
     options: Mapping[str, Any]
-
-
-PERIOD = 4
-"""Every fourth layer has full attention."""
 
 
 def layer_types(other: str, layers: int) -> list[str]:
@@ -331,9 +341,10 @@ def end() -> dict[str, Any]:
 
 def measured(engines: Engines, point: Point, vocabulary: int) -> dict[str, Any]:
     """Measure a point, and return it as a row for the file. ``ms`` has each arm's ms per step, one
-    number per round.
+    number per round. ``decode_s`` is the seconds that all turns took.
     """
     prefilled = engines.call(begin, dict.fromkeys(ARMS, (point, tuple(point), vocabulary)))
+    began = time.perf_counter()
     ms: dict[str, list[float]] = {arm: [] for arm in ARMS}
     lengths = []
     for number in range(ROUNDS):
@@ -344,6 +355,7 @@ def measured(engines: Engines, point: Point, vocabulary: int) -> dict[str, Any]:
             if number > 0:  # the first round warms up
                 ms[arm].append(1e3 * found["seconds"] / found["steps"])
                 lengths.append(found["length"])
+    decode_s = time.perf_counter() - began
     counts = engines.call(counters, {"lossy": ()})["lossy"]
     engines.call(end, dict.fromkeys(ARMS, ()))
     return {
@@ -351,9 +363,24 @@ def measured(engines: Engines, point: Point, vocabulary: int) -> dict[str, Any]:
         "prompt": point.prompt,
         "length": sum(lengths) / len(lengths),
         "prefill_s": {arm: found["seconds"] for arm, found in prefilled.items()},
+        "decode_s": decode_s,
         "ms": ms,
         "counts": counts,
     }
+
+
+def expected_seconds(rows: Sequence[Mapping[str, Any]], point: Point) -> float:
+    """Return how long a point is expected to take, from the rows of earlier points: the most
+    seconds that prefill took per token of the prompts, for this point's prompts, and the most that
+    all turns took, whose number doesn't depend on the point. Without earlier points, return 0.
+    """
+    if not rows:
+        return 0.0
+    per_token = max(
+        max(row["prefill_s"].values()) / (row["sequences"] * row["prompt"]) for row in rows
+    )
+    decode_s: float = max(row["decode_s"] for row in rows)
+    return per_token * point.sequences * point.prompt + decode_s
 
 
 def with_interval(values: Sequence[float]) -> list[float]:
@@ -421,20 +448,20 @@ def measure(given: argparse.Namespace) -> None:
             "options": {name: shared[name] for name in shared if name != "model"},
             "chosen": {arm: each["chosen"] for arm, each in started.items()},
             "start_s": {arm: each["start_s"] for arm, each in started.items()},
+            "skipped": list[str](),
             "points": list[dict[str, Any]](),
         }
         print(json.dumps(result), flush=True)
-        seconds_per_token = 0.0
         for point in given.points:
             left = given.deadline - (time.perf_counter() - began)
-            expected = seconds_per_token * point.sequences * point.prompt
-            if left < expected:
+            if left < expected_seconds(result["points"], point):
+                result["skipped"].append(str(point))
+                save(given.out, result)
                 print(f"skipped for lack of time: {point}", flush=True)
                 continue
             before = time.perf_counter()
             row = measured(engines, point, model.vocab_size)
             spent = time.perf_counter() - before
-            seconds_per_token = max(seconds_per_token, spent / (point.sequences * point.prompt))
             result["points"].append(row)
             save(given.out, result)
             summary = {arm: with_interval(row["ms"][arm]) for arm in ARMS}

@@ -5,6 +5,7 @@ test runs the script with tiny models in a real vLLM on a CPU.
 import importlib
 import json
 import sys
+from argparse import ArgumentTypeError, Namespace
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -81,6 +82,98 @@ def test_two_engines_fit_on_an_h200(scripts):
         assert script.cache_bytes(model, shape.points) > 2 * tokens * model.layer_width * (
             model.full_layers
         )
+
+
+def test_points_are_read_from_text(scripts):
+    script, _ = scripts
+    point = script.Point.parse("64x4096")
+    assert point == (64, 4096) and str(point) == "64x4096"
+    with pytest.raises(ArgumentTypeError, match=r"SEQUENCESxTOKENS, .* got '64x4096x2'"):
+        script.Point.parse("64x4096x2")
+
+
+def test_a_point_is_expected_to_take_as_long_as_earlier_ones(scripts):
+    script, _ = scripts
+    point = script.Point(8, 100)
+    rows = [
+        dict(sequences=4, prompt=100, prefill_s={"stock": 2.0, "lossy": 4.0}, decode_s=3.0),
+        dict(sequences=2, prompt=100, prefill_s={"stock": 1.0, "lossy": 1.0}, decode_s=7.0),
+    ]
+    assert script.expected_seconds([], point) == 0
+    assert script.expected_seconds(rows, point) == pytest.approx(800 * 4 / 400 + 7)
+
+
+class Engines:
+    """A stand-in for both engines' processes. Prefill takes a second per sequence. Turn n takes n
+    ms per step on its engine's clock, and 1 s on this process's.
+    """
+
+    def __init__(self, monkeypatch):
+        self.calls = []
+        self.now = 0.0
+        self.turns = 0
+        monkeypatch.setattr("time.perf_counter", lambda: self.now)
+
+    def call(self, function, arguments):
+        self.calls.append((function.__name__, *arguments))
+        return {name: getattr(self, function.__name__)(*given) for name, given in arguments.items()}
+
+    def start(self, name, folder, options):
+        return {"vllm": "0", "start_s": 1.0, "chosen": {}}
+
+    def begin(self, point, seed, vocabulary):
+        assert tuple(seed) == point  # so that both engines get the same prompts
+        self.now += point.sequences / 2  # for each of two engines
+        return {"seconds": float(point.sequences)}
+
+    def turn(self):
+        self.now += 1.0
+        self.turns += 1
+        return {"seconds": self.turns * 32e-3, "steps": 32, "length": self.turns}
+
+    def counters(self):
+        return {"turns": self.turns}
+
+    def end(self):
+        return {}
+
+    def close(self):
+        pass
+
+
+def test_engines_take_turns_in_alternating_order_after_a_round_that_warms_up(scripts, monkeypatch):
+    script, _ = scripts
+    monkeypatch.setattr(script, "ROUNDS", 5)
+    engines = Engines(monkeypatch)
+    row = script.measured(engines, script.Point(3, 100), 1000)
+    stock, lossy, counters = ("turn", "stock"), ("turn", "lossy"), ("counters", "lossy")
+    pair = [stock, lossy, lossy, stock]
+    assert engines.calls == [
+        ("begin", "stock", "lossy"),
+        *(lossy, stock, counters),
+        *(*pair, *pair, counters),
+        ("end", "stock", "lossy"),
+    ]
+    assert row["ms"]["stock"] == pytest.approx([3, 6, 7, 10])
+    assert row["ms"]["lossy"] == pytest.approx([4, 5, 8, 9])
+    assert (row["length"], row["decode_s"]) == (6.5, 10)
+    assert row["prefill_s"] == {"stock": 3, "lossy": 3}
+    assert row["counts"] == {"turns": 10}
+
+
+def test_points_without_time_are_skipped_and_recorded(scripts, tmp_path, monkeypatch):
+    script, tables = scripts
+    engines = Engines(monkeypatch)
+    monkeypatch.setattr(script, "Engines", lambda *_: engines)
+    points = [script.Point(sequences, 100) for sequences in (2, 8, 1, 1)]
+    out = tmp_path / "found.json"
+    given = dict(shape="olmo3-7b", layers=4, points=points, pages=61, compile=False, out=out)
+    # Besides its 26 turns, a point takes a second per sequence. There is time for the first and
+    # third points, but after the first one, not for the second one.
+    script.measure(Namespace(**given, deadline=28.0 + 27.0))
+    result = tables.read_result(out)
+    assert [row["sequences"] for row in result["points"]] == [2, 1]
+    assert result["skipped"] == ["8x100", "1x100"]
 
 
 class Engine:
