@@ -14,8 +14,10 @@ number of sequences and the length of their prompts, which are random tokens. At
 engines prefill the same prompts and decode until every sequence has begun. From then on they take
 turns. A turn is 4 untimed steps and then 32 timed ones, while the other engine waits. In every step
 of a turn, every sequence must get exactly one token, so both engines' sequences grow at the same
-rate. The first turn of each engine warms up and isn't kept. Ratios are computed within a round of
-two turns. The engine that goes first alternates.
+rate. A round is one turn of each engine, and the first round warms up and isn't kept. The engine
+that goes first alternates, because a turn can differ in speed after the same engine's turn and
+after the other's. So in two consecutive rounds, each engine has had both kinds of turn, and the
+tables average over such pairs.
 
 Lossy mode keeps 61 pages of 16 tokens by score in layers with full attention, as in other
 benchmarks of speed, so it reads 1,024 tokens there. The other layers run vLLM's own attention in
@@ -53,7 +55,7 @@ from sparrow.cost import ModelShape
 
 ARMS = ("stock", "lossy")
 ROUNDS = 13
-"""Rounds per point, including the first one, which warms up."""
+"""Rounds per point: one that warms up, and then pairs."""
 SETTLE, STEPS = 4, 32
 """Steps per turn: first untimed ones, because vLLM has already begun the first step at the end of
 the turn before, then timed ones.
@@ -383,19 +385,6 @@ def expected_seconds(rows: Sequence[Mapping[str, Any]], point: Point) -> float:
     return per_token * point.sequences * point.prompt + decode_s
 
 
-def with_interval(values: Sequence[float]) -> list[float]:
-    """Return the median and its 95 % interval, from resampling the values."""
-    draws = np.random.default_rng(0).choice(values, (2000, len(values)))
-    return [median(values), *np.percentile(np.median(draws, 1), [2.5, 97.5]).tolist()]
-
-
-def ratios(row: Mapping[str, Any]) -> list[float]:
-    """Return how fast lossy mode was relative to stock vLLM in each round of a point."""
-    return [
-        stock / lossy for stock, lossy in zip(row["ms"]["stock"], row["ms"]["lossy"], strict=True)
-    ]
-
-
 def vllm_options(
     shape: str, layers: int, points: Sequence[Point], folder: str, compiles: bool
 ) -> dict[str, Any]:
@@ -464,9 +453,8 @@ def measure(given: argparse.Namespace) -> None:
             spent = time.perf_counter() - before
             result["points"].append(row)
             save(given.out, result)
-            summary = {arm: with_interval(row["ms"][arm]) for arm in ARMS}
-            summary["stock / lossy"] = with_interval(ratios(row))
-            print(f"{spent:.0f} s  {point}  {json.dumps(summary)}", flush=True)
+            medians = ", ".join(f"{arm} {median(row['ms'][arm]):.2f} ms" for arm in ARMS)
+            print(f"{spent:.0f} s  {point}  {medians}", flush=True)
         engines.close()
 
 

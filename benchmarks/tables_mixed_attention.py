@@ -2,20 +2,31 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
+import numpy as np
 import predicted
 from common import RESULTS, Row, interval, read_result, table
-from mixed_attention import SHAPES, cost_shape, ratios, with_interval
+from mixed_attention import SHAPES, cost_shape
+from scipy.stats import ttest_1samp
 
 from sparrow import SparsitySchedule
 from sparrow.cost import decode_step
 
 
 def results() -> list[dict[str, Any]]:
-    """Return the results of all shapes that have been measured."""
-    paths = [RESULTS / f"mixed_attention_{shape}.json" for shape in SHAPES]
-    return [read_result(path) for path in paths if path.exists()]
+    """Return the results of all shapes."""
+    return [read_result(RESULTS / f"mixed_attention_{shape}.json") for shape in SHAPES]
+
+
+def mean_of_pairs(rounds: Sequence[float]) -> list[float]:
+    """Return the geometric mean of an even number of rounds and its 95 % interval, from Student's t
+    over the means of consecutive pairs. In such a pair, each engine goes first once.
+    """
+    pairs = np.log(rounds).reshape(-1, 2).mean(1)
+    ends = ttest_1samp(pairs, 0.0).confidence_interval()
+    return np.exp([pairs.mean(), *ends]).tolist()
 
 
 def prediction(result: Row, point: Row) -> float:
@@ -36,20 +47,21 @@ def mixed_attention() -> str:
         model = cost_shape(result["shape"], result["layers"])
         is_covered = predicted.MACHINE.name in result["machine"]
         for point in result["points"]:
-            ms = [interval(with_interval(point["ms"][arm]), 2) for arm in ("stock", "lossy")]
+            stock, lossy = (np.array(point["ms"][arm]) for arm in ("stock", "lossy"))
             rows.append(
                 [
-                    model.name,
-                    f"{model.full_layers} of {model.layers}",
+                    f"{model.name}, {model.layers} layers",
+                    model.full_layers,
                     f"{point['sequences']} x {point['length']:,.0f}",
-                    *ms,
-                    f"{prediction(result, point):.2f}" if is_covered else "",
-                    interval(with_interval(ratios(point)), 2),
+                    interval(mean_of_pairs(stock), 2),
+                    interval(mean_of_pairs(lossy), 2),
+                    f"{prediction(result, point):.3f}" if is_covered else "",
+                    interval(mean_of_pairs(stock / lossy), 3),
                 ]
             )
     head = ["shape", "layers with full attention", "sequences x tokens"]
     head += ["stock, ms per step", "lossy, ms per step", "stock / lossy: predicted", "measured"]
-    return table(head, rows) if rows else ""
+    return table(head, rows)
 
 
 TABLES = {"mixed attention": mixed_attention}

@@ -3,7 +3,6 @@ test runs the script with tiny models in a real vLLM on a CPU.
 """
 
 import importlib
-import json
 import sys
 from argparse import ArgumentTypeError, Namespace
 from pathlib import Path
@@ -226,31 +225,55 @@ def test_sequences_that_end_early_are_an_error(scripts, monkeypatch):
         batch.decode()
 
 
-def test_table_shows_medians_and_the_predicted_ratio(scripts, tmp_path, monkeypatch):
-    script, tables = scripts
-    monkeypatch.setattr(tables, "RESULTS", tmp_path)
-    assert tables.mixed_attention() == ""
+def test_mean_of_pairs_matches_a_hand_calculation(scripts):
+    _, tables = scripts
+    # The pairs' geometric means are 1, 2 and 4. With L = log 2, their logarithms have mean L and
+    # standard error L / sqrt(3), and t with 2 degrees of freedom has a 97.5 % quantile of 4.3027.
+    half = 4.302653 / 3**0.5
+    expected = [2, 2 ** (1 - half), 2 ** (1 + half)]
+    assert tables.mean_of_pairs([0.5, 2, 4, 1, 2, 8]) == pytest.approx(expected)
+
+
+def test_mean_of_pairs_is_unaffected_by_the_order_of_engines(scripts):
+    _, tables = scripts
+    drift = [1.0, 1.0, 1.1, 1.1, 1.2, 1.2]
+    alternating = [x * y for x, y in zip(drift, [1.5, 1 / 1.5] * 3, strict=True)]
+    assert tables.mean_of_pairs(alternating) == pytest.approx(tables.mean_of_pairs(drift))
+
+
+def test_table_shows_means_of_pairs_and_the_predicted_ratio(scripts, monkeypatch):
+    _, tables = scripts
     point = dict(sequences=64, prompt=15_000, length=15_300.4)
-    point["ms"] = {"stock": [10.0, 12.0, 30.0], "lossy": [8.0, 8.0, 10.0]}
+    point["ms"] = {"stock": [10.0, 10.0, 11.0, 11.0], "lossy": [10.0, 2.5, 8.0, 2.0]}
     result = dict(shape="qwen3-next", layers=12, schedule="fixed:61", points=[point])
-    path = tmp_path / "mixed_attention_qwen3-next.json"
-    path.write_text(json.dumps(result | {"machine": "NVIDIA H200"}))
+    monkeypatch.setattr(tables, "results", lambda: [result | {"machine": "NVIDIA H200"}])
     _, _, line = tables.mixed_attention().splitlines()
+    # Pairs of ratios have the means 2 and 2.75. With 1 degree of freedom, t is 12.7062.
+    stock, lossy, ratio = ((10 * 11) ** 0.5, 20**0.5, 5.5**0.5)
+    factors = [(high / low) ** (12.7062 / 2) for low, high in ((10, 11), (4, 5), (2, 2.75))]
     assert line == (
-        "| Qwen3-Next-80B-A3B | 3 of 12 | 64 x 15,300 | 12.00 [10.00, 30.00] | 8.00 [8.00, 10.00] "
-        f"| {tables.prediction(result, point):.2f} | 1.50 [1.25, 3.00] |"
+        "| Qwen3-Next-80B-A3B, 12 layers | 3 | 64 x 15,300 "
+        f"| {stock:.2f} [{stock / factors[0]:.2f}, {stock * factors[0]:.2f}] "
+        f"| {lossy:.2f} [{lossy / factors[1]:.2f}, {lossy * factors[1]:.2f}] "
+        f"| {tables.prediction(result, point):.3f} "
+        f"| {ratio:.3f} [{ratio / factors[2]:.3f}, {ratio * factors[2]:.3f}] |"
     )
-    # 12 layers' overhead, weights, states and cache
-    model = script.cost_shape("qwen3-next", 12)
-    dense = 12 * 49.65e-6 + 64 * 1.191e-6
-    read = 2 * model.weights_read(64) + 64 * 2 * model.state_bytes
-    dense += (read + 64 * 15_300 * 3 * 2048) / (0.9362 * 4.65e12)
-    assert tables.prediction(result, point) == pytest.approx(
-        dense / (dense - 64 * 3 * 2048 * (15_300 - 976 - 15_300 / 32) / (0.9362 * 4.65e12)),
-        rel=0.01,
-    )
-    path.write_text(json.dumps(result | {"machine": "NVIDIA H100"}))
+    monkeypatch.setattr(tables, "results", lambda: [result | {"machine": "NVIDIA H100"}])
     assert tables.mixed_attention().splitlines()[2].split(" | ")[5] == ""
+
+
+def test_prediction_matches_a_hand_calculation(scripts):
+    script, tables = scripts
+    # The overhead, weights, states and cache of 12 layers. Lossy mode reads 1,024 tokens and the
+    # landmarks, one key per page of 16 tokens, instead of 15,300 tokens.
+    model = script.cost_shape("qwen3-next", 12)
+    bandwidth = 0.9362 * 4.65e12
+    read = 2 * model.weights_read(64) + 64 * 2 * model.state_bytes
+    dense = 12 * 49.65e-6 + 64 * 1.191e-6 + (read + 64 * 15_300 * 3 * 2048) / bandwidth
+    saved = 64 * 3 * 2048 * (15_300 - 1024 - 15_300 / 16 / 2) / bandwidth
+    result = dict(shape="qwen3-next", layers=12, schedule="fixed:61")
+    predicted = tables.prediction(result, dict(sequences=64, length=15_300))
+    assert predicted - 1 == pytest.approx(saved / (dense - saved), rel=1e-3)
 
 
 def tiny_qwen3_next(layers):
@@ -305,8 +328,8 @@ def test_script_measures_tiny_models(scripts, tmp_path, monkeypatch, shape, conf
     arguments += ["--points", "3x200", "2x100"]
     monkeypatch.setattr(sys, "argv", ["mixed_attention.py", *arguments])
     script.main()
-    monkeypatch.setattr(tables, "RESULTS", tmp_path)
-    [result] = tables.results()
+    result = tables.read_result(out)
+    monkeypatch.setattr(tables, "results", lambda: [result])
     assert [(row["sequences"], row["prompt"]) for row in result["points"]] == [(3, 200), (2, 100)]
     for row in result["points"]:
         rounds = script.ROUNDS - 1
