@@ -102,6 +102,29 @@ def test_a_point_is_expected_to_take_as_long_as_earlier_ones(scripts):
     assert script.expected_seconds(rows, point) == pytest.approx(800 * 4 / 400 + 7)
 
 
+def test_new_tokens_match_a_hand_calculation(scripts):
+    script, _ = scripts
+    # Decoding leaves prefill at least 8,192 - 32 tokens per step, so it takes 118 steps. At most one
+    # more step per sequence passes until all have begun. 13 turns follow, and one is a margin.
+    assert script.Point(32, 30_000).new == 118 + 32 + 14 * 36
+
+
+def test_cache_size_matches_a_hand_calculation(scripts):
+    script, _ = scripts
+    small, large = script.Point(1, 100), script.Point(2, 10_000)
+    length = 10_000 + (3 + 2 + 14 * 36) + 2048
+    # Three layers with 2 heads of 256 elements. Nine layers each have two states per sequence:
+    # float32 states of 32 heads, and 3 tokens of 8,192 channels in bfloat16.
+    keys_and_values = 2 * 3 * length * 2 * 2 * 256 * 2
+    states = 2 * 2 * 9 * (32 * 128 * 128 * 4 + 3 * 8192 * 2)
+    hybrid = script.cache_bytes(script.cost_shape("qwen3-next", 12), [small, large])
+    assert hybrid == int(1.15 * (keys_and_values + states))
+    # Eight full layers and 24 with a window, with 32 heads of 128 elements.
+    tokens = 2 * (8 * length + 24 * 4096) + 24 * (8192 + 2 * 32)
+    windowed = script.cache_bytes(script.cost_shape("olmo3-7b", 32), [small, large])
+    assert windowed == int(1.15 * tokens * 2 * 32 * 128 * 2)
+
+
 class Engines:
     """A stand-in for both engines' processes. Prefill takes a second per sequence. Turn n takes n
     ms per step on its engine's clock, and 1 s on this process's.
