@@ -299,6 +299,16 @@ def test_prediction_matches_a_hand_calculation(scripts):
     assert predicted - 1 == pytest.approx(saved / (dense - saved), rel=1e-3)
 
 
+def test_docs_state_the_prediction_for_a_shorter_context(scripts):
+    script, tables = scripts
+    [olmo] = [each for each in tables.results() if each["shape"] == "olmo3-7b"]
+    point = script.Point(16, 4096)
+    middle = point.prompt + point.new / 2
+    predicted = tables.prediction(olmo, dict(sequences=16, length=middle))
+    page = (Path(FOLDER).parent / "docs" / "performance.md").read_text(encoding="utf-8")
+    assert f"(for 16 x 4,096, {predicted:.2f} is predicted)" in page
+
+
 def tiny_qwen3_next(layers):
     from transformers import Qwen3NextConfig
 
