@@ -358,7 +358,7 @@ def test_script_measures_tiny_models(scripts, tmp_path, monkeypatch, shape, conf
     monkeypatch.setattr(script, "cache_bytes", lambda *_: 64 * 2**20)
     out = tmp_path / f"mixed_attention_{shape}.json"
     arguments = ["--shape", shape, "--layers", "4", "--pages", "2", "--out", str(out)]
-    arguments += ["--points", "3x200", "2x100"]
+    arguments += ["--points", "3x200", "2x100", "--deadline", "inf"]
     monkeypatch.setattr(sys, "argv", ["mixed_attention.py", *arguments])
     script.main()
     result = tables.read_result(out)
