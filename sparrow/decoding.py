@@ -226,7 +226,13 @@ class Decoding(LosslessSettings):
                 ) from error
         if isinstance(value, str) and value in get_args(Mode):
             value = {"mode": value}
-        if not isinstance(value, Mapping) or "mode" not in value:
+        if not isinstance(value, Mapping):
+            return cls.lossy(value)
+        if "mode" not in value:
+            if named := [name for name in value if name in ("schedule", *LOSSLESS_SETTINGS)]:
+                raise ConfigError(
+                    f"the setting {named[0]!r} needs a mode; set mode to one of {get_args(Mode)} too"
+                )
             return cls.lossy(value)
         settings = dict(value)
         mode = settings.pop("mode")

@@ -96,7 +96,15 @@ def settle(arguments: Any, decoding: Decoding, on_cpu: bool) -> None:
 def requested(vllm_config: Any) -> Decoding | None:
     """Return the decoding settings in the engine's ``additional_config``, or else in the
     environment. Return None if neither has any; the engine then decodes like stock vLLM.
+
+    Raises ConfigError if ``Decoding.load`` cannot read the settings, or if ``additional_config``
+    has another name that begins with "sparrow".
     """
+    given = getattr(vllm_config, "additional_config", None)
+    names = (KEY, KERNELS_KEY)
+    for name in given if isinstance(given, Mapping) else ():
+        if str(name).startswith(KEY) and name not in names:
+            raise ConfigError(f"additional_config has no setting {name!r}, expected one of {names}")
     value = additional(vllm_config, KEY)
     return from_environment() if value is None else Decoding.load(value)
 

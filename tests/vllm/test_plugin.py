@@ -433,6 +433,12 @@ def test_kernels_in_the_config_override_the_environment(monkeypatch):
         asked({"sparrow_kernels": "flash"})
 
 
+def test_misspelt_settings_are_refused():
+    given = {"sparrow": "dense", "sparrow_kernal": "triton", "other": 1}
+    with pytest.raises(ConfigError, match=r"^additional_config has no setting 'sparrow_kernal'"):
+        config.requested(SimpleNamespace(additional_config=given))
+
+
 def test_a_schedule_in_the_config_overrides_the_environment(monkeypatch, tmp_path):
     def asked(additional):
         decoding = config.requested(SimpleNamespace(additional_config=additional))
