@@ -56,10 +56,12 @@ from sparrow.cost import ModelShape
 ARMS = ("stock", "lossy")
 ROUNDS = 13
 """Rounds per point: one that warms up, and then pairs."""
-SETTLE, STEPS = 4, 32
-"""Steps per turn: first untimed ones, because vLLM has already begun the first step at the end of
-the turn before, then timed ones.
+SETTLE = 4
+"""Untimed steps at the start of a turn, because vLLM has already begun the first one at the end of
+the turn before.
 """
+STEPS = 32
+"""Timed steps per turn, after those."""
 BATCHED_TOKENS = 8192
 CACHE_MARGIN = 1.15
 """Room in the KV cache for landmarks and partly filled blocks."""
@@ -95,7 +97,7 @@ class Point(NamedTuple):
 
     @property
     def new(self) -> int:
-        """How many tokens a sequence may get: one per step, also while others are prefilled."""
+        """The most tokens that a sequence may get: one per step, also while others are prefilled."""
         prefill = -(-self.sequences * self.prompt // (BATCHED_TOKENS - self.sequences))
         return prefill + self.sequences + (ROUNDS + 1) * (SETTLE + STEPS)
 

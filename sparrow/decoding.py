@@ -231,7 +231,7 @@ class Decoding(LosslessSettings):
         if "mode" not in value:
             if named := [name for name in value if name in ("schedule", *LOSSLESS_SETTINGS)]:
                 raise ConfigError(
-                    f"the setting {named[0]!r} needs a mode; set mode to one of {get_args(Mode)} too"
+                    f"{named[0]!r} needs a mode; set mode to one of {get_args(Mode)} too"
                 )
             return cls.lossy(value)
         settings = dict(value)

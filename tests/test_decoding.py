@@ -200,8 +200,8 @@ def test_history_guesses_beside_a_head_unless_that_is_turned_off(options, least)
         ('{"top_k": [9], "top_k": [1]}', "the key 'top_k' occurs twice"),
         ({"mode": ["lossless"]}, r"unknown mode \['lossless'\]"),
         ("loseless", "no schedule 'loseless'"),
-        ({"draft_tokens": 3}, "the setting 'draft_tokens' needs a mode; set mode to one of"),
-        ({"schedule": "fixed:9"}, "the setting 'schedule' needs a mode"),
+        ({"draft_tokens": 3}, "'draft_tokens' needs a mode; set mode to one of"),
+        ({"schedule": "fixed:9"}, "'schedule' needs a mode"),
     ],
 )
 def test_invalid_decoding_settings_raise_errors(value, message):

@@ -34,7 +34,8 @@ def test_all_layers_cost_as_much_as_the_published_model(scripts, shape):
 
 def test_fewer_layers_keep_the_share_of_full_layers(scripts):
     script, _ = scripts
-    model, whole = script.cost_shape("qwen3-next", 12), SHAPES["qwen3-next-80b-a3b"]
+    model = script.cost_shape("qwen3-next", 12)
+    whole = SHAPES["qwen3-next-80b-a3b"]
     assert (model.layers, model.full_layers, model.experts.layers) == (12, 3, 12)
     assert 4 * (model.weights - model.output) == whole.weights - whole.output
     assert 4 * model.state_bytes == whole.state_bytes
@@ -44,7 +45,8 @@ def test_fewer_layers_keep_the_share_of_full_layers(scripts):
 def test_configs_have_the_sizes_of_the_cost_model(scripts, shape):
     script, _ = scripts
     chosen = script.SHAPES[shape]
-    model, config = script.cost_shape(shape, chosen.layers), chosen.config(chosen.layers)
+    model = script.cost_shape(shape, chosen.layers)
+    config = chosen.config(chosen.layers)
     full = [i for i, kind in enumerate(config.layer_types) if kind == "full_attention"]
     others = {*model.window_layers, *model.linear_layers}
     assert len(config.layer_types) == config.num_hidden_layers == model.layers
@@ -104,14 +106,15 @@ def test_a_point_is_expected_to_take_as_long_as_earlier_ones(scripts):
 
 def test_new_tokens_match_a_hand_calculation(scripts):
     script, _ = scripts
-    # Decoding leaves prefill at least 8,192 - 32 tokens per step, so it takes 118 steps. At most one
-    # more step per sequence passes until all have begun. 13 turns follow, and one is a margin.
+    # Decoding leaves prefill at least 8,192 - 32 tokens per step, so it takes 118 steps. At most
+    # one more step per sequence passes until all have begun. 13 turns follow, and one is a margin.
     assert script.Point(32, 30_000).new == 118 + 32 + 14 * 36
 
 
 def test_cache_size_matches_a_hand_calculation(scripts):
     script, _ = scripts
-    small, large = script.Point(1, 100), script.Point(2, 10_000)
+    small = script.Point(1, 100)
+    large = script.Point(2, 10_000)
     length = 10_000 + (3 + 2 + 14 * 36) + 2048
     # Three layers with 2 heads of 256 elements. Nine layers each have two states per sequence:
     # float32 states of 32 heads, and 3 tokens of 8,192 channels in bfloat16.
@@ -168,7 +171,9 @@ def test_engines_take_turns_in_alternating_order_after_a_round_that_warms_up(scr
     monkeypatch.setattr(script, "ROUNDS", 5)
     engines = Engines(monkeypatch)
     row = script.measured(engines, script.Point(3, 100), 1000)
-    stock, lossy, counters = ("turn", "stock"), ("turn", "lossy"), ("counters", "lossy")
+    stock = ("turn", "stock")
+    lossy = ("turn", "lossy")
+    counters = ("counters", "lossy")
     pair = [stock, lossy, lossy, stock]
     assert engines.calls == [
         ("begin", "stock", "lossy"),
@@ -272,7 +277,9 @@ def test_table_shows_means_of_pairs_and_the_predicted_ratio(scripts, monkeypatch
     monkeypatch.setattr(tables, "results", lambda: [result | {"machine": "NVIDIA H200"}])
     _, _, line = tables.mixed_attention().splitlines()
     # Pairs of ratios have the means 2 and 2.75. With 1 degree of freedom, t is 12.7062.
-    stock, lossy, ratio = ((10 * 11) ** 0.5, 20**0.5, 5.5**0.5)
+    stock = (10 * 11) ** 0.5
+    lossy = 20**0.5
+    ratio = 5.5**0.5
     factors = [(high / low) ** (12.7062 / 2) for low, high in ((10, 11), (4, 5), (2, 2.75))]
     assert line == (
         "| Qwen3-Next-80B-A3B, 12 layers | 3 | 64 x 15,300 "

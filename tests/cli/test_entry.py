@@ -562,7 +562,7 @@ def test_engine_options_can_be_given_as_json():
 
 @pytest.mark.parametrize(("command", "status"), [("audit", 2), ("measure", None)])
 def test_crashes_are_not_verdicts(monkeypatch, capsys, command, status):
-    """``audit`` exits with status 1 if an engine is biased, and so does Python after a traceback."""
+    """``audit`` exits with 1 if an engine is biased, and so does Python after a traceback."""
 
     def crash(arguments):
         raise ZeroDivisionError("a bug")

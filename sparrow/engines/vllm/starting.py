@@ -46,8 +46,8 @@ def starting() -> Iterator[None]:
     try:
         yield
     except Exception as error:
-        # vLLM raises an AttributeError for some options of the wrong type, and a bare Exception if a
-        # worker process dies.
+        # vLLM raises an AttributeError for some options of the wrong type, and a bare Exception if
+        # a worker process dies.
         if (
             not isinstance(error, ValueError | RuntimeError | TypeError | AttributeError)
             and type(error) is not Exception
