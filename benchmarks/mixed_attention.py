@@ -97,7 +97,7 @@ class Point(NamedTuple):
 
     @property
     def new(self) -> int:
-        """The most tokens that a sequence may get: one per step, also while others are prefilled."""
+        """The most tokens that a sequence may get: one per step, even while others prefill."""
         prefill = -(-self.sequences * self.prompt // (BATCHED_TOKENS - self.sequences))
         return prefill + self.sequences + (ROUNDS + 1) * (SETTLE + STEPS)
 

@@ -36,7 +36,8 @@ def main(argv: Sequence[str] | None = None) -> None:
     """Run the command line.
 
     On a SparrowError or OSError, print one sentence and exit with status 1 (2 for ``audit``, where
-    1 is a verdict). On Ctrl-C, exit with status 130.
+    1 is a verdict). An audit that crashes also exits with status 2. On Ctrl-C, exit with status
+    130.
     """
     # Keep idle OpenMP threads from spinning. On a shared CPU, spinning costs several times as much
     # as the work itself.
