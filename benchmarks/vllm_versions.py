@@ -12,6 +12,8 @@ recorded.
   checks run eagerly, with CUDA graphs, and with ``torch.compile``.
 - ``audit``: ``sparrow audit`` on lossless mode, lossy mode and stock vLLM's own n-gram speculation,
   with the bundled reasoner. Drafts and lossy steps read few pages.
+- ``cached``: ``sparrow audit`` on lossless mode with a fixed number of drafts, for prompts that are
+  cached except for their last token. By itself, vLLM gives such requests drafts that nobody made.
 - ``speed``: decode steps with Qwen3-1.7B's shape and 15,000 cached tokens per sequence, in stock
   vLLM, with the published schedule, and with drafts of which 95 % are accepted, as in
   ``lossless.py``. Stock vLLM of the same version is timed on the same GPU in the same run.
@@ -43,7 +45,7 @@ ACCEPTANCE = 0.95
 SETTLE_S = 4.0
 TIMED_S = 6.0
 VARIANTS = ("stock", "sparse", "lossless")
-PARTS = ("lossy", "lossless", "audit", "speed")
+PARTS = ("lossy", "lossless", "audit", "cached", "speed")
 PATIENCE_S = 540
 
 FEW_PAGES = {"top_k": [4], "bin_tokens": 2000, "page_size": 16, "dense_layers": [0]}
@@ -53,10 +55,10 @@ AUDITED = (
     "max_num_seqs=256"
 )
 NGRAM = '{"method":"ngram","num_speculative_tokens":4,"prompt_lookup_max":4}'
-AUDIT = [
-    *("-m", "sparrow", "audit", "--task", "trace:lines=24"),
-    *("--precision", "bf16", "--count", "768", "--max-new-tokens", "128"),
-]
+TASK = "trace:lines=24"
+AUDIT = ["-m", "sparrow", "audit", "--precision", "bf16", "--count", "768"]
+CACHED_PROMPTS = 16  # each sampled many times, so that all but the first samples find it cached
+CACHE_BLOCK = 16  # tokens; vLLM caches prompts in blocks of this size
 
 LOSSY_PARTS = {"eager": "eager", "graphs": "sparse", "compiled": "compiled"}
 LOSSLESS_PARTS = {
@@ -146,13 +148,42 @@ def audit_findings(result: Mapping[str, Any]) -> dict[str, Any]:
 
 def audits(model: str, schedule: str) -> dict[str, list[str]]:
     """Return each audit's arguments."""
-    audit = [*AUDIT, "--model", model]
+    audit = [*AUDIT, "--task", TASK, "--max-new-tokens", "128", "--model", model]
     ours = ["--engine", f"vllm:{AUDITED}"]
     return {
         "audit lossless": [*audit, *ours, "--mode", "lossless", "--draft-schedule", schedule],
         "audit lossy": [*audit, *ours, "--schedule", schedule],
         "audit ngram": [*audit, "--engine", f"stock:{AUDITED},speculative_config={NGRAM}"],
     }
+
+
+def cached_audit(model: str, schedule: str, prompts: Path) -> dict[str, list[str]]:
+    """Write prompts that the cache holds except for their last token, and return the arguments of
+    an audit on them.
+    """
+    write_cached_prompts(prompts)
+    audit = [*AUDIT, "--prompts", str(prompts), "--max-new-tokens", "16", "--model", model]
+    lossless = ["--mode", "lossless", "--draft-schedule", schedule]
+    fixed = ["--draft-tokens", "4", "--no-adapt-draft-tokens"]
+    ours = ["--engine", f"vllm:{AUDITED}"]
+    return {"audit cached prompts": [*audit, *ours, *lossless, *fixed]}
+
+
+def write_cached_prompts(path: Path) -> None:
+    """Write prompts whose last token is the first one in its cache block. Once a request has filled
+    the cache, vLLM computes only this token for the next request with the same prompt.
+    """
+    from transformers import AutoTokenizer
+
+    from sparrow.cli import loading
+
+    tokenizer = AutoTokenizer.from_pretrained(REASONER)
+    task = loading.load_problems(TASK, (), tokenizer, None)
+    with path.open("w") as file:
+        for prompt in loading.draw_prompts(task, CACHED_PROMPTS, 0):
+            tokens = tokenizer(prompt.text).input_ids
+            kept = (len(tokens) - 1) // CACHE_BLOCK * CACHE_BLOCK + 1
+            file.write(json.dumps({"prompt": tokenizer.decode(tokens[:kept])}) + "\n")
 
 
 def random_mixture(folder: Path) -> None:
@@ -247,16 +278,20 @@ def measure(arguments: argparse.Namespace) -> None:
         part(result, "lossy", ["vllm_check.py", *model], lossy_findings, out)
     if "lossless" in arguments.parts:
         part(result, "lossless", ["lossless_check.py", "equal", *model], lossless_findings, out)
-    if "audit" in arguments.parts:
-        with tempfile.TemporaryDirectory() as folder:
-            schedule = Path(folder) / "schedule.json"
-            schedule.write_text(json.dumps(FEW_PAGES))
-            audited = "reasoner"
-            if arguments.mixture:
-                audited = str(Path(folder) / "mixture")
-                random_mixture(Path(audited))
-            for name, command in audits(audited, str(schedule)).items():
-                part(result, name, command, audit_findings, out, allowed=(0, 1))
+    with tempfile.TemporaryDirectory() as folder:
+        schedule = Path(folder) / "schedule.json"
+        schedule.write_text(json.dumps(FEW_PAGES))
+        audited = "reasoner"
+        if arguments.mixture:
+            audited = str(Path(folder) / "mixture")
+            random_mixture(Path(audited))
+        wanted: dict[str, list[str]] = {}
+        if "audit" in arguments.parts:
+            wanted |= audits(audited, str(schedule))
+        if "cached" in arguments.parts:
+            wanted |= cached_audit(audited, str(schedule), Path(folder) / "cached.jsonl")
+        for name, command in wanted.items():
+            part(result, name, command, audit_findings, out, allowed=(0, 1))
     for variant in VARIANTS if "speed" in arguments.parts and not arguments.mixture else ():
         again = [Path(__file__).name, "--variant", variant, "--batch", str(arguments.batch)]
         part(result, f"speed {variant}", again, dict, out)

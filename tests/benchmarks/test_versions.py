@@ -5,6 +5,7 @@ import json
 from pathlib import Path
 
 import pytest
+from transformers import AutoTokenizer
 
 ROOT = Path(__file__).parents[2]
 ERRORS = {"mean": 0.0123, "p99": 0.045}
@@ -114,3 +115,17 @@ def test_self_check_row_shows_either_the_measurements_or_the_refusal(
         "| lossy, wrong scale | refused |",
         "| lossy, fp8 cache | **not as expected** |",
     ]
+
+
+def test_cached_prompts_end_with_the_first_token_of_a_cache_block(scripts, tmp_path):
+    script = scripts[0]
+    path = tmp_path / "prompts.jsonl"
+    arguments = script.cached_audit("reasoner", "schedule.json", path)["audit cached prompts"]
+    assert arguments[arguments.index("--prompts") + 1] == str(path)
+
+    tokenizer = AutoTokenizer.from_pretrained(script.REASONER)
+    prompts = [json.loads(line)["prompt"] for line in path.read_text().splitlines()]
+    lengths = [len(tokenizer(prompt).input_ids) for prompt in prompts]
+    assert len(set(prompts)) == script.CACHED_PROMPTS
+    assert {length % script.CACHE_BLOCK for length in lengths} == {1}
+    assert min(lengths) > script.CACHE_BLOCK
