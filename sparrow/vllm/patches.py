@@ -15,9 +15,10 @@ from typing import Any
 import torch
 from packaging.specifiers import SpecifierSet
 
-from sparrow.vllm import config, control, selfcheck, versions
+from sparrow.vllm import config, control, versions
 from sparrow.vllm.lossless import graphs, setup
 from sparrow.vllm.runtime import find
+from sparrow.vllm.selfcheck import engine, names
 
 
 @dataclass(frozen=True)
@@ -36,7 +37,7 @@ class Patch:
 
         Raises ImportError or AttributeError if this vLLM has no such name.
         """
-        return selfcheck.locate(self.target)
+        return names.locate(self.target)
 
     def applies_to(self, version: str) -> bool:
         return SpecifierSet(self.versions).contains(version, prereleases=True)
@@ -49,7 +50,7 @@ def apply(patches: tuple[Patch, ...]) -> None:
     for patch in patches:
         if not patch.applies_to(vllm.__version__):
             continue
-        selfcheck.check_name(patch.target, patch.parameters)
+        names.check_name(patch.target, patch.parameters)
         owner, name, stock = patch.find()
         if getattr(stock, "replaced_by_sparrow", False):
             continue
@@ -80,7 +81,7 @@ def _checked_init_device(stock: Any) -> Any:
             versions.check(current_platform.is_cpu())
             config.check_supported(self.vllm_config, decoding, current_platform.is_cpu())
             of_model = needed_by(self.vllm_config.model_config)
-            selfcheck.check_names(
+            names.check_names(
                 needed(decoding.mode, current_platform.is_cpu()) + of_model,
                 decoding.is_lossless,
                 current_platform.is_cpu(),
@@ -129,7 +130,7 @@ def watch(worker: Any, vllm_config: Any) -> None:
         result = warm_up(*args, **kwargs)
         worker.compile_or_warm_up_model = warm_up  # check only once, before the cache is used
         if (runtime := find(vllm_config)) is not None:
-            selfcheck.run(worker, runtime)
+            engine.check_engine(worker, runtime)
             runtime.begin_serving()
         return result
 

@@ -408,3 +408,13 @@ def find(vllm_config: Any) -> Runtime | None:
     """
     layers = attached(vllm_config).values()
     return next((layer.impl.runtime for layer in layers), None)
+
+
+def layers_of(vllm_config: Any) -> list[Any]:
+    """List the model's layers that run Sparrow's attention, in order. Leave out the layers of a
+    head that guesses.
+    """
+    from vllm.model_executor.models.utils import extract_layer_index
+
+    ours = [layer for layer in attached(vllm_config).values() if not layer.impl.is_of_head]
+    return sorted(ours, key=lambda layer: extract_layer_index(layer.layer_name))

@@ -18,11 +18,14 @@ from sparrow.errors import ConfigError
 from sparrow.mismatch.drafts import DraftAcceptance
 from sparrow.model.history import guess
 from sparrow.rollout import Sampling
-from sparrow.vllm import selfcheck
 from sparrow.vllm.lossless import cascade, cascade_kernels, scheduler
 from sparrow.vllm.lossless.chooser import DraftChooser
 from sparrow.vllm.lossless.plan import DraftPlan, Guessed
 from sparrow.vllm.lossless.setup import passes_of
+from sparrow.vllm.runtime import layers_of
+from sparrow.vllm.selfcheck import engine as engine_check
+from sparrow.vllm.selfcheck import layers as layer_checks
+from sparrow.vllm.selfcheck import steps as step_checks
 from tests.vllm import tiny_vllm as tiny
 
 lossless = cases.lossless
@@ -442,10 +445,10 @@ def test_passes_write_only_to_blocks_of_their_own_sequences(made, monkeypatch, i
             count = int(reserved[index])
             own |= set(table[row, :count].tolist())
             table[row, count:] = len(layers[0].kv_cache) - 1  # a block of another sequence
-        before = [selfcheck._bytes_of(layer).clone() for layer in layers]
+        before = [layer_checks.bytes_of(layer).clone() for layer in layers]
         stock(drafter, plan, B)
         for layer, old in zip(layers, before, strict=True):
-            changed = (selfcheck._bytes_of(layer) != old).any(1).nonzero()[:, 0].tolist()
+            changed = (layer_checks.bytes_of(layer) != old).any(1).nonzero()[:, 0].tolist()
             foreign.extend(set(changed) - own)
             checked.append(len(changed))
 
@@ -455,7 +458,7 @@ def test_passes_write_only_to_blocks_of_their_own_sequences(made, monkeypatch, i
     decoding = lossless(4, adapt=adapts, pages=1000, guess_tokens=3)
     with cases.engine(folder, decoding, max_num_seqs=4) as llm:
         worker = llm.llm_engine.model_executor.driver_worker.worker
-        layers = selfcheck.layers_of(worker.vllm_config)
+        layers = layers_of(worker.vllm_config)
         monkeypatch.setattr(cascade.CascadeDrafter, "_run", run)
         cases.generate(llm, repetitive(60, 55, 50, 45, seed=4), 90 if adapts else 30)
     assert sum(checked) > 50
@@ -469,8 +472,8 @@ def test_the_self_check_covers_passes_over_guesses(made, monkeypatch):
         assert set(cases.counters(llm).values()) == {0}
         worker = llm.llm_engine.model_executor.driver_worker.worker
         runtime = worker.model_runner.speculator.runtime
-        for layer in selfcheck.layers_of(worker.vllm_config):
-            assert not selfcheck._bytes_of(layer).any()
+        for layer in layers_of(worker.vllm_config):
+            assert not layer_checks.bytes_of(layer).any()
 
         @cases.wraps(stock)
         def decode(*args, tokens=1, **named):
@@ -480,8 +483,8 @@ def test_the_self_check_covers_passes_over_guesses(made, monkeypatch):
         monkeypatch.setattr(attention, "paged_decode", decode)
         refused = pytest.raises(ConfigError, match=r"\(new tokens per row: 4, rows: 1, ")
         with torch.inference_mode(), refused:
-            selfcheck.check_layers(
-                selfcheck.layers_of(worker.vllm_config), runtime, worker.vllm_config.model_config
+            layer_checks.check_layers(
+                layers_of(worker.vllm_config), runtime, worker.vllm_config.model_config
             )
 
 
@@ -495,14 +498,14 @@ class SkippedKernel:
 def test_the_self_check_covers_guesses_alone(made, monkeypatch):
     folder, _ = made
     plans = []
-    stock = selfcheck.check_steps
+    stock = step_checks.check_steps
 
     @cases.wraps(stock)
     def check_steps(worker, runtime, speculator, layers):
         plans.append((speculator.plan.guesses, speculator.plan.alone))
         return stock(worker, runtime, speculator, layers)
 
-    monkeypatch.setattr(selfcheck, "check_steps", check_steps)
+    monkeypatch.setattr(step_checks, "check_steps", check_steps)
     decoding = lossless(4, adapt=True, guess_tokens=3)
     with cases.engine(folder, decoding, checks_itself=True) as llm:
         assert plans == [(False, False), (True, False), (True, True)]
@@ -511,7 +514,7 @@ def test_the_self_check_covers_guesses_alone(made, monkeypatch):
         assert not speculator.plan.alone
         monkeypatch.setattr(cascade.kernels, "one_hot_kernel", SkippedKernel())
         with pytest.raises(ConfigError, match="does not have all its mass on the guess"):
-            selfcheck.run(worker, speculator.runtime)
+            engine_check.check_engine(worker, speculator.runtime)
 
 
 @pytest.mark.parametrize("alone", [True, False], ids=["no passes", "passes"])
@@ -529,7 +532,7 @@ def test_drafts_of_another_kind_than_planned_fail_the_self_check(made, monkeypat
         )
         refused = "has 0 drafts of the sparse actor" if alone else "alone=True"
         with pytest.raises(ConfigError, match=refused):
-            selfcheck.run(worker, worker.model_runner.speculator.runtime)
+            engine_check.check_engine(worker, worker.model_runner.speculator.runtime)
 
 
 # --- sampling ---

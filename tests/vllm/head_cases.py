@@ -14,11 +14,11 @@ import numpy as np
 
 from sparrow.errors import ConfigError
 from sparrow.model.history import guess
-from sparrow.vllm import selfcheck
 from sparrow.vllm.lossless import plan, setup
 from sparrow.vllm.lossless.guesses import Cycle
 from sparrow.vllm.lossless.head import HeadSource
 from sparrow.vllm.lossless.mixed import MixedSource
+from sparrow.vllm.runtime import layers_of
 from tests.vllm import cascade_cases, eagle_head
 from tests.vllm import tiny_vllm as tiny
 
@@ -409,7 +409,7 @@ def test_the_head_has_its_own_cache_in_the_models_blocks(made):
     with cases.engine(folder, with_head(of_head, adapt=True)) as llm:
         runner = worker_of(llm).model_runner
         [group] = runner.kv_cache_config.kv_cache_groups
-        layers = selfcheck.layers_of(runner.vllm_config)
+        layers = layers_of(runner.vllm_config)
         addresses = runner.speculator.drafter.addresses()
         config = runner.vllm_config
     assert len(group.layer_names) == 3 and len(layers) == 2

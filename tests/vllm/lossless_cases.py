@@ -34,12 +34,13 @@ from sparrow import SparsitySchedule
 from sparrow.attention.pages import landmarks
 from sparrow.decoding import DRAFT_BUDGETS, Decoding
 from sparrow.mismatch.drafts import DraftAcceptance
-from sparrow.vllm import selfcheck
 from sparrow.vllm.cpu import CpuImpl
 from sparrow.vllm.lossless import plan, setup, sparse_drafter, speculator
 from sparrow.vllm.lossless.chooser import DraftChooser
 from sparrow.vllm.lossless.meter import overlap
 from sparrow.vllm.lossless.plan import DraftPlan
+from sparrow.vllm.runtime import layers_of
+from sparrow.vllm.selfcheck import engine as engine_check
 from tests.vllm.tiny_vllm import prompts
 
 topk_topp_sampler.HAS_TRITON = (
@@ -63,8 +64,8 @@ def engine(folder, decoding=None, checks_itself=False, **options):
     tests that record steps.
     """
     given = {} if decoding is None else {"additional_config": {"sparrow": decoding.to_dict()}}
-    run = selfcheck.run if checks_itself else lambda worker, runtime: None
-    with mock.patch.object(selfcheck, "run", run):
+    run = engine_check.check_engine if checks_itself else lambda worker, runtime: None
+    with mock.patch.object(engine_check, "check_engine", run):
         llm = LLM(
             model=str(folder), skip_tokenizer_init=True, **{**tiny.OPTIONS, **given, **options}
         )
@@ -312,7 +313,7 @@ class Landmarks:
     def check(self, speculator, batch, rejected_B):
         table = speculator.block_tables.input_block_tables[0]
         cached = (batch.seq_lens[: batch.num_reqs] - rejected_B[: batch.num_reqs]).tolist()
-        for layer in selfcheck.layers_of(speculator.vllm_config):
+        for layer in layers_of(speculator.vllm_config):
             keys, _, marks, _ = layer.impl.cache_views(layer, layer.kv_cache)
             keys = keys if keys.dtype == marks.dtype else keys.float()
             P, N = layer.impl.runtime.layout.page_size, keys.shape[2]

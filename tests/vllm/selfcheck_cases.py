@@ -10,8 +10,12 @@ import pytest
 from tests.vllm import lossless_cases as cases  # isort: skip  before vLLM is imported
 
 from sparrow.errors import ConfigError
-from sparrow.vllm import selfcheck
 from sparrow.vllm.lossless import sparse_drafter
+from sparrow.vllm.runtime import layers_of
+from sparrow.vllm.selfcheck import engine as engine_check
+from sparrow.vllm.selfcheck import layers as layer_checks
+from sparrow.vllm.selfcheck import names
+from sparrow.vllm.selfcheck import steps as step_checks
 from tests.vllm import tiny_vllm as tiny
 from tests.vllm.test_selfcheck import check, double_queries, log_of, moved
 
@@ -34,18 +38,18 @@ def worker(llm):
 def test_an_engine_checks_itself_at_start_without_leaving_state_behind(llm, worker):
     assert sum("self-check passed" in line for line in llm.said) == 1
     assert set(cases.counters(llm).values()) == {0}
-    for layer in selfcheck.layers_of(worker.vllm_config):
-        assert not selfcheck._bytes_of(layer).any()
+    for layer in layers_of(worker.vllm_config):
+        assert not layer_checks.bytes_of(layer).any()
 
 
 def test_the_self_check_compares_drafts_and_verification_over_a_cycle(worker, monkeypatch):
-    rows, stock = [], selfcheck.distance
+    rows, stock = [], step_checks.distance
 
     def distance(found, expected):
         rows.append((len(found), stock(found, expected)))
         return rows[-1][1]
 
-    monkeypatch.setattr(selfcheck, "distance", distance)
+    monkeypatch.setattr(step_checks, "distance", distance)
     check(worker)
     (drafts, first), (verified, second) = rows
     assert drafts in (1, 2, 3, 4) and verified == 1
@@ -79,8 +83,8 @@ def test_graph_captured_over_a_replaced_cache_fails_the_self_check(worker, monke
     """A captured step cannot report its cache, so the cache is recorded during the capture."""
     drafter = worker.model_runner.speculator.drafter
     monkeypatch.setattr(drafter, "captured_over", drafter.addresses())
-    selfcheck.check_addresses(drafter)
-    layer = selfcheck.layers_of(worker.vllm_config)[1]
+    engine_check.check_addresses(drafter)
+    layer = layers_of(worker.vllm_config)[1]
     with monkeypatch.context() as patch:
         patch.setattr(layer, "kv_cache", moved(layer.kv_cache))
         with pytest.raises(
@@ -99,12 +103,12 @@ def test_vllm_sampler_without_a_required_parameter_fails_the_self_check(worker, 
     from sparrow.vllm import patches
 
     needed = patches.needed("lossless", on_cpu=True)
-    selfcheck.check_names(needed, is_lossless=True, on_cpu=True, has_adapters=True)
+    names.check_names(needed, is_lossless=True, on_cpu=True, has_adapters=True)
     monkeypatch.setattr(gumbel, "gumbel_sample", lambda logits, heat, logits_cache: None)
     with pytest.raises(
         ConfigError, match="gumbel:gumbel_sample has no parameter 'expanded_idx_mapping'"
     ):
-        selfcheck.check_names(needed, is_lossless=True, on_cpu=True, has_adapters=True)
+        names.check_names(needed, is_lossless=True, on_cpu=True, has_adapters=True)
 
 
 @tiny.CACHE_IN_8_BITS
@@ -113,6 +117,6 @@ def test_a_cache_scale_that_differs_from_vllms_fails_the_self_check(old_and_new)
     with cases.engine(old_and_new[0], decoding, kv_cache_dtype="fp8") as llm:
         worker = llm.llm_engine.model_executor.driver_worker.worker
         check(worker)
-        selfcheck.layers_of(worker.vllm_config)[1].impl.fp8_scales.values.k.mul_(2)
+        layers_of(worker.vllm_config)[1].impl.fp8_scales.values.k.mul_(2)
         with pytest.raises(ConfigError, match=r"layers\.1\..* with every page kept\), but "):
             check(worker)

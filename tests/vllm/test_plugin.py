@@ -1056,10 +1056,11 @@ def test_preemptions_are_counted_with_any_executor(drafts, monkeypatch):
     """Ray's executor calls the model runner directly. Warm-up steps preempt nothing and serve no
     user, and the engine checks itself only after them.
     """
-    from sparrow.vllm import patches, selfcheck
+    from sparrow.vllm import patches
+    from sparrow.vllm.selfcheck import engine as engine_check
 
     calls = []
-    monkeypatch.setattr(selfcheck, "run", lambda *of: calls.append("checked"))
+    monkeypatch.setattr(engine_check, "check_engine", lambda *of: calls.append("checked"))
     runtime = SimpleNamespace(
         count_preempted=lambda n: calls.append(n),
         begin_serving=lambda: calls.append("serving"),

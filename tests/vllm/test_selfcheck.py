@@ -11,7 +11,12 @@ import torch
 from packaging.version import Version
 
 from sparrow.errors import ConfigError
-from sparrow.vllm import selfcheck, versions
+from sparrow.vllm import versions
+from sparrow.vllm.runtime import layers_of
+from sparrow.vllm.selfcheck import engine as engine_check
+from sparrow.vllm.selfcheck import layers as layer_checks
+from sparrow.vllm.selfcheck import names
+from sparrow.vllm.selfcheck import steps as step_checks
 from tests.vllm import tiny_vllm as tiny
 
 vllm = pytest.importorskip("vllm")
@@ -23,8 +28,8 @@ def worker_of(sparrow):
 
 
 def check(worker):
-    runtime = selfcheck.layers_of(worker.vllm_config)[0].impl.runtime
-    selfcheck.run(worker, runtime)
+    runtime = layers_of(worker.vllm_config)[0].impl.runtime
+    engine_check.check_engine(worker, runtime)
     runtime.begin_serving()
 
 
@@ -34,7 +39,7 @@ def double_queries(monkeypatch):
     """
     from sparrow.vllm import backend
 
-    monkeypatch.setattr(selfcheck, "check_layers", lambda *_: 0.0)
+    monkeypatch.setattr(layer_checks, "check_layers", lambda *_: 0.0)
     stock = backend.attention.paged_decode
 
     def decode(query, *arguments, **options):
@@ -86,8 +91,8 @@ def test_an_engine_logs_its_self_check_at_start(sparrow):
 @pytest.mark.slow
 def test_the_self_check_leaves_no_state_behind(sparrow, worker):
     check(worker)
-    for layer in selfcheck.layers_of(worker.vllm_config):
-        assert not selfcheck._bytes_of(layer).any()
+    for layer in layers_of(worker.vllm_config):
+        assert not layer_checks.bytes_of(layer).any()
     assert set(sparrow.rpc("sparrow_counters")[0].values()) == {0}
     assert "compute_logits" not in vars(worker.model_runner.model)
 
@@ -113,7 +118,7 @@ def test_landmarks_in_the_wrong_block_fail_the_self_check(worker, monkeypatch):
 
 @pytest.mark.slow
 def test_a_wrong_score_scale_fails_the_self_check(worker, monkeypatch):
-    for layer in selfcheck.layers_of(worker.vllm_config):
+    for layer in layers_of(worker.vllm_config):
         impl = layer.impl
         monkeypatch.setattr(impl, "forward", rescaled(impl, impl.scale * 1.1))
     with pytest.raises(ConfigError, match=r"every page kept\), .* accounts for at most 0\.0001;"):
@@ -176,7 +181,7 @@ def moved(cache):
 @pytest.mark.slow
 def test_views_of_a_replaced_cache_fail_the_self_check(worker, monkeypatch):
     check(worker)
-    for layer in selfcheck.layers_of(worker.vllm_config):
+    for layer in layers_of(worker.vllm_config):
         monkeypatch.setattr(layer, "kv_cache", moved(layer.kv_cache))
     with pytest.raises(ConfigError, match=r"with the best pages kept\), but "):
         check(worker)
@@ -213,12 +218,12 @@ def test_renamed_vllm_parameter_raises_an_error_before_memory_is_allocated(
 
 
 def test_required_names_are_looked_up_in_classes_dataclasses_and_functions():
-    selfcheck.check_name("vllm.v1.core.sched.output:SchedulerOutput", ("finished_req_ids",))
-    selfcheck.check_name("vllm.v1.worker.worker_base:WorkerBase.compile_or_warm_up_model")
+    names.check_name("vllm.v1.core.sched.output:SchedulerOutput", ("finished_req_ids",))
+    names.check_name("vllm.v1.worker.worker_base:WorkerBase.compile_or_warm_up_model")
     with pytest.raises(ConfigError, match="SchedulerOutput has no parameter 'renamed'"):
-        selfcheck.check_name("vllm.v1.core.sched.output:SchedulerOutput", ("renamed",))
+        names.check_name("vllm.v1.core.sched.output:SchedulerOutput", ("renamed",))
     with pytest.raises(ConfigError, match="no_such_module:name is missing"):
-        selfcheck.check_name("vllm.no_such_module:name")
+        names.check_name("vllm.no_such_module:name")
 
 
 # --- what is compared ---
@@ -228,12 +233,12 @@ def test_the_distance_is_relative_to_the_spread_of_log_probs():
     generator = torch.Generator().manual_seed(0)
     logits = torch.randn(3, 5000, generator=generator)
     other = logits + 0.01 * torch.randn(3, 5000, generator=generator)
-    assert selfcheck.distance(logits + 7, logits) < 1e-6
-    assert selfcheck.distance(other, logits) == pytest.approx(0.01, rel=0.05)
-    assert selfcheck.distance(3 * other, 3 * logits) == pytest.approx(0.01, rel=0.1)
+    assert step_checks.distance(logits + 7, logits) < 1e-6
+    assert step_checks.distance(other, logits) == pytest.approx(0.01, rel=0.05)
+    assert step_checks.distance(3 * other, 3 * logits) == pytest.approx(0.01, rel=0.1)
     logits[0, 0] = -torch.inf
-    assert selfcheck.distance(other, logits) == torch.inf
-    assert not selfcheck.distance(torch.full_like(other, torch.nan), other) <= 1
+    assert step_checks.distance(other, logits) == torch.inf
+    assert not step_checks.distance(torch.full_like(other, torch.nan), other) <= 1
 
 
 # --- tested versions ---

@@ -29,14 +29,14 @@ from vllm.v1.worker.gpu.sample.gumbel import gumbel_sample
 
 from sparrow.decoding import Decoding
 from sparrow.schedule import SparsitySchedule
-from sparrow.vllm import selfcheck, versions
+from sparrow.vllm import versions
 from sparrow.vllm.backend import Step
 from sparrow.vllm.lossless.adapters import DraftAdapters
 from sparrow.vllm.lossless.draft_weights import DraftWeights, drafting
 from sparrow.vllm.lossless.drafter import Pass
 from sparrow.vllm.lossless.meter import Meter, Metered, Tally
 from sparrow.vllm.lossless.plan import DraftPlan
-from sparrow.vllm.runtime import Runtime
+from sparrow.vllm.runtime import Runtime, layers_of
 
 DRAFT_NOISE = 0x5DEECE66D
 """XORed into the draft seeds on vLLM versions that would otherwise reuse a rejected draft's noise
@@ -310,7 +310,7 @@ class SparseDrafter:
         pages = self._runtime.pages
         tensors = {
             f"the KV cache of {layer.layer_name}": layer.kv_cache
-            for layer in selfcheck.layers_of(self._vllm.vllm_config)
+            for layer in layers_of(self._vllm.vllm_config)
         }
         tensors["the block table"] = self._blocks_SM
         tensors["the page counts by length"] = pages.at_length

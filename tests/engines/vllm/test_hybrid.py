@@ -24,7 +24,8 @@ from sparrow.engines.hf import HFEngine
 from sparrow.engines.vllm.stock import StockEngine
 from sparrow.errors import ConfigError, UnsupportedModel
 from sparrow.rollout import Sampling
-from sparrow.vllm import selfcheck
+from sparrow.vllm import runtime
+from sparrow.vllm.selfcheck import layers as layer_checks
 from tests.conftest import SMALL
 from tests.model import test_hybrid as hybrid
 from tests.vllm import tiny_vllm as tiny
@@ -111,7 +112,7 @@ def greedy_of_stock(folder, **options):
 
 def layers_of(engine):
     worker = engine.llm.llm_engine.model_executor.driver_worker.worker
-    return selfcheck.layers_of(worker.vllm_config)
+    return runtime.layers_of(worker.vllm_config)
 
 
 @pytest.mark.slow
@@ -171,7 +172,7 @@ def test_other_hybrids_match_stock_vllm_if_every_page_is_kept(tmp_path, kind):
 def test_bytes_that_states_left_in_a_block_are_not_read_as_landmarks(made):
     with tiny.engine(made[0]) as sparrow:
         for layer in layers_of(sparrow):
-            selfcheck._bytes_of(layer).fill_(255)  # NaN in every dtype
+            layer_checks.bytes_of(layer).fill_(255)  # NaN in every dtype
         rollouts = sparrow.generate(RAGGED, GREEDY)
     scores = HFEngine(made[1], tiny.SMALL, eos_ids=[]).score(rollouts, tiny.SMALL, 1.0)
     assert tiny.logprob_gap(rollouts, scores) < 3e-4
