@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields, replace
-from typing import Annotated, Any, Literal, get_args
+from typing import Annotated, Any, Literal, NamedTuple, get_args
 
 from sparrow.errors import ConfigError
 from sparrow.schedule import SparsitySchedule, without_duplicates
@@ -321,3 +321,12 @@ def acceptance_at(acceptance: float, multiple: float) -> float:
 
 def _schedule(value: Any) -> SparsitySchedule:
     return value if isinstance(value, SparsitySchedule) else SparsitySchedule.load(value)
+
+
+class DraftChoice(NamedTuple):
+    """How an engine with adaptive drafting drafted in a number of consecutive steps."""
+
+    drafts: int  # number of tokens to draft, 0 for none
+    budget: float  # what drafts read, as a multiple of the draft schedule; 0 for guesses alone
+    guesses: int  # guesses per sparse pass, 0 for none
+    steps: int = 1

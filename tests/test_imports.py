@@ -100,7 +100,7 @@ ALLOWED = {
         "files",
     ],
     "engines": ["decoding", "engines.base", "engines.registry", "model", "rollout", "schedule"],
-    "engines.base": ["mismatch", "rollout", "schedule"],
+    "engines.base": ["decoding", "mismatch", "rollout", "schedule"],
     "engines.registry": ["decoding", "engines.base", "settings"],
     "engines.measure": ["engines.base", "mismatch", "mismatch.tokens", "rollout", "schedule"],
     "model": [

@@ -10,6 +10,7 @@ from typing import Any, Protocol, runtime_checkable
 
 from torch import Tensor
 
+from sparrow.decoding import DraftChoice
 from sparrow.mismatch.drafts import DraftAcceptance
 from sparrow.rollout import Rollout, Sampling, Scores, Standing, TopLists
 from sparrow.schedule import SparsitySchedule
@@ -36,10 +37,8 @@ class Counters:
     acceptance: DraftAcceptance = field(default_factory=DraftAcceptance.empty, compare=False)
     # acceptance under ``meter_schedule``, measured at the first draft of some cycles
     metered: DraftAcceptance = field(default_factory=DraftAcceptance.empty, compare=False)
-    # choices made by an engine with adaptive drafting, in step order. Each is a tuple: number of
-    # tokens to draft; draft budget, as a multiple of the draft schedule (0 for guesses alone);
-    # guesses per pass; number of steps.
-    choices: tuple[tuple[int, float, int, int], ...] = field(default=(), compare=False)
+    # choices made by an engine with adaptive drafting, in step order
+    choices: tuple[DraftChoice, ...] = field(default=(), compare=False)
     # number of tokens decoded by a lossy actor; ``dense_rows`` counts those for which every layer
     # read the whole cache
     rows: int = 0
@@ -181,7 +180,7 @@ class DraftReplayer(Protocol):
     measured speed, so seeds don't determine them. Implementation: ``vllm.VLLMEngine``.
     """
 
-    def replay(self, choices: Sequence[tuple[int, float, int, int]]) -> None:
+    def replay(self, choices: Sequence[DraftChoice]) -> None:
         """Replay these ``Counters.choices`` until ``counters`` is called. With the same seeds, this
         gives the same samples.
 

@@ -21,6 +21,7 @@ from accelerate.utils import DistributedDataParallelKwargs, set_seed
 from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
+from sparrow.decoding import DraftChoice
 from sparrow.engines.base import Counters, DraftReplayer, Engine, PartVerifier, total
 from sparrow.errors import ConfigError, EngineError, RewardError, TaskError, TrainingDiverged
 from sparrow.mismatch import Ceiling, MismatchReport
@@ -99,7 +100,7 @@ class Trainer:
         self.ceiling = Ceiling()
         # Draft choices that the interrupted run logged after its last checkpoint, keyed by step.
         # The resumed run replays them.
-        self._logged_choices: dict[int, list[tuple[int, float, int, int]]] = {}
+        self._logged_choices: dict[int, list[DraftChoice]] = {}
         self.run_dir = RunDir(config.run_dir, config.resume)
         self.accelerator = Accelerator(
             mixed_precision=mixed_precision(config.optimizer.precision),
@@ -492,7 +493,7 @@ class Trainer:
         if self.dial and "dial" in state.steering:
             self.dial.load(state.steering["dial"])
 
-    def _choices_to_replay(self, changes: Changes) -> dict[int, list[tuple[int, float, int, int]]]:
+    def _choices_to_replay(self, changes: Changes) -> dict[int, list[DraftChoice]]:
         """Return the draft choices that were logged after the checkpoint, by step. There are none
         to replay if the engine cannot repeat its samples, or ``changes`` affect the rollouts.
         """
@@ -512,12 +513,12 @@ class Trainer:
         return RunConfig(settings, given.schedule, [*before.resumed, *entry], given.data)
 
 
-def _draft_choice(drafts: int, multiple: float, *rest: int) -> tuple[int, float, int, int]:
-    """Read back a logged draft choice (see ``Counters.choices``). Earlier versions didn't choose
-    the number of guesses per pass, so they didn't log it.
+def _draft_choice(drafts: int, budget: float, *rest: int) -> DraftChoice:
+    """Read back a logged draft choice. Earlier versions didn't choose the number of guesses per
+    pass, so they didn't log it.
     """
     guesses, steps = rest if len(rest) == 2 else (0, *rest)
-    return drafts, multiple, guesses, steps
+    return DraftChoice(drafts, budget, guesses, steps)
 
 
 def _logged(bound_T: np.ndarray, sparse_T: np.ndarray) -> list[float | None]:

@@ -19,7 +19,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from sparrow.decoding import Decoding
+from sparrow.decoding import Decoding, DraftChoice
 from sparrow.engines.base import Counters
 from sparrow.engines.registry import Asked
 from sparrow.engines.vllm.adapter import take_adapter
@@ -230,7 +230,7 @@ class VLLMEngine(InProcessClient):
             return counters
         return replace(counters, choices=tuple(self._scheduler.take_choices()))
 
-    def replay(self, choices: Sequence[tuple[int, float, int, int]]) -> None:
+    def replay(self, choices: Sequence[DraftChoice]) -> None:
         """See ``DraftReplayer.replay``."""
         if self._scheduler is None:
             raise ConfigError(

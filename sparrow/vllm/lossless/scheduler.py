@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 from vllm.logger import init_logger
 from vllm.v1.core.sched.async_scheduler import AsyncScheduler
 
+from sparrow.decoding import DraftChoice
 from sparrow.errors import ConfigError
 from sparrow.vllm import config
 from sparrow.vllm.lossless import plan
@@ -20,10 +21,6 @@ from sparrow.vllm.lossless.plan import Choice, DraftPlan, Guessed, drafts_of
 from sparrow.vllm.lossless.setup import drafts_alone
 
 LOG_EVERY = 200  # minimum number of cycles between log lines
-Recorded = tuple[int, float, int, int]
-"""Number of drafts, draft budget, number of guesses per pass (0 without guesses), and number of
-steps. The budget is a multiple of the draft schedule, or 0 for guesses alone, which read nothing.
-"""
 
 
 class _Verified(NamedTuple):
@@ -65,7 +62,7 @@ class LosslessScheduler(AsyncScheduler):
         self._repeated = 0  # steps since the latest choice
         self.keeps_choices = False  # set this to True before using ``take_choices``
         # the choice in each step since the last ``take_choices``
-        self._choices: list[tuple[int, float, int]] = []
+        self._choices: list[DraftChoice] = []
         self._replayed: Iterator[DraftPlan] | None = None
         rows = len(self.dynamic_sd_lookup)
         self._tables = {drafts: [drafts] * rows for drafts in numbers}
@@ -102,7 +99,7 @@ class LosslessScheduler(AsyncScheduler):
             self._last = None
         return super().update_from_output(scheduler_output, model_runner_output)
 
-    def take_choices(self) -> list[Recorded]:
+    def take_choices(self) -> list[DraftChoice]:
         """Return the choices since the last call, in step order, and end any replay."""
         if self._replayed is not None and next(self._replayed, None) is not None:
             self._logger.warning(
@@ -112,40 +109,43 @@ class LosslessScheduler(AsyncScheduler):
         taken = self._choices
         self._choices = []
         self._replayed = None
-        return [(*choice, len(list(steps))) for choice, steps in groupby(taken)]
+        return [choice._replace(steps=len(list(steps))) for choice, steps in groupby(taken)]
 
-    def replay(self, choices: Iterable[Recorded]) -> None:
+    def replay(self, choices: Iterable[DraftChoice]) -> None:
         """Replay these choices from the next step on, until they run out or ``take_choices`` is
         called.
 
         Raises ConfigError if this engine cannot make one of these choices.
         """
-        plans = [
-            (self._read(drafts, multiple, guesses), steps)
-            for drafts, multiple, guesses, steps in choices
-        ]
+        plans = [(self._plan_of(choice), choice.steps) for choice in choices]
         self._replayed = (planned for planned, steps in plans for _ in range(steps))
 
-    def _recorded(self) -> tuple[int, float, int]:
+    def _recorded(self) -> DraftChoice:
         """Return the current choice in the form that is recorded for each step."""
-        tokens, budget, has_guesses, is_alone = self._plan
-        multiple = 0.0 if is_alone else self.chooser.budgets[budget]
-        return tokens, multiple, self._guess_tokens if has_guesses else 0
+        planned = self._plan
+        return DraftChoice(
+            drafts=planned.tokens,
+            budget=0.0 if planned.alone else self.chooser.budgets[planned.budget],
+            guesses=self._guess_tokens if planned.guesses else 0,
+        )
 
-    def _read(self, drafts: int, multiple: float, guesses: int) -> DraftPlan:
+    def _plan_of(self, recorded: DraftChoice) -> DraftPlan:
         """Convert a recorded choice to a plan. Raises ConfigError if this engine cannot make it."""
         budgets = self.chooser.budgets
-        is_alone = guesses > 0 and multiple == 0
-        choice = Guessed(drafts, is_alone) if guesses else drafts
-        is_offered = choice in self.chooser.choices and (multiple in budgets or is_alone)
-        if not is_offered or guesses not in (0, self._guess_tokens):
+        is_alone = recorded.guesses > 0 and recorded.budget == 0
+        choice: Choice = recorded.drafts
+        if recorded.guesses:
+            choice = Guessed(recorded.drafts, is_alone)
+        has_budget = is_alone or recorded.budget in budgets
+        has_guesses = recorded.guesses in (0, self._guess_tokens)
+        if choice not in self.chooser.choices or not has_budget or not has_guesses:
             raise ConfigError(
-                f"cannot replay a step with {drafts} drafts, budget {multiple} and {guesses} "
-                f"guesses per pass: this engine's numbers of drafts are {self.chooser.choices}, "
-                f"its budgets {budgets}, and its guesses per pass {self._guess_tokens}; start it "
-                "with the recorded engine's settings"
+                f"cannot replay a step with {recorded.drafts} drafts, budget {recorded.budget} and "
+                f"{recorded.guesses} guesses per pass: this engine's numbers of drafts are "
+                f"{self.chooser.choices}, its budgets {budgets}, and its guesses per pass "
+                f"{self._guess_tokens}; start it with the recorded engine's settings"
             )
-        return DraftPlan.of(choice, budgets.index(1.0 if is_alone else multiple))
+        return DraftPlan.of(choice, budgets.index(1.0 if is_alone else recorded.budget))
 
     def _choose(self, rows: int) -> None:
         """Choose the drafts for the next step. A choice of no drafts may hold for a few more

@@ -13,6 +13,7 @@ pytest.importorskip("vllm.version")
 from vllm.v1.core.sched.async_scheduler import AsyncScheduler
 from vllm.v1.core.sched.output import SchedulerOutput
 
+from sparrow.decoding import DraftChoice
 from sparrow.errors import ConfigError
 from sparrow.vllm.lossless import measured, plan
 from sparrow.vllm.lossless import scheduler as module
@@ -299,7 +300,7 @@ def test_no_drafts_are_scheduled_after_a_replay_if_the_chooser_chooses_none(make
     monkeypatch.setattr(scheduler.chooser.draft_length, "repeats", 3)
     monkeypatch.setattr(module.DraftChooser, "choose", lambda *_: 0)
     run(scheduler, {"a": 100})
-    scheduler.replay([(0, 1.0, 0, 1), (4, 1.0, 0, 1)])
+    scheduler.replay([DraftChoice(0, 1.0, 0), DraftChoice(4, 1.0, 0)])
     told = []
     for _ in range(3):
         scheduler.schedule()
@@ -356,7 +357,7 @@ def test_steps_between_two_choices_are_recorded(make, monkeypatch):
 def test_replay_of_the_wrong_length_logs_a_warning(make, monkeypatch, steps, warning):
     scheduler, said = make(), []
     scheduler._logger = SimpleNamespace(info=lambda *_: None, warning=said.append)
-    scheduler.replay([(2, 1.0, 0, steps)])
+    scheduler.replay([DraftChoice(2, 1.0, 0, steps)])
     told = chosen(scheduler, [(4, 0)] * 5, monkeypatch)
     assert told[steps:] == [DraftPlan(4, 0)] * (6 - steps)
     scheduler.take_choices()
@@ -365,13 +366,13 @@ def test_replay_of_the_wrong_length_logs_a_warning(make, monkeypatch, steps, war
 
 def test_replaying_choices_that_the_engine_does_not_offer_raises_an_error(make):
     for guesses, choice in (
-        (0, (3, 1.0, 0, 1)),
-        (0, (2, 0.5, 0, 1)),
-        (0, (2, 1.0, 3, 1)),
-        (0, (2, 0.0, 3, 1)),
-        (2, (2, 1.0, 3, 1)),
-        (2, (2, 0.0, 0, 1)),
-        (2, (4, 0.0, 2, 1)),
+        (0, DraftChoice(3, 1.0, 0)),
+        (0, DraftChoice(2, 0.5, 0)),
+        (0, DraftChoice(2, 1.0, 3)),
+        (0, DraftChoice(2, 0.0, 3)),
+        (2, DraftChoice(2, 1.0, 3)),
+        (2, DraftChoice(2, 0.0, 0)),
+        (2, DraftChoice(4, 0.0, 2)),
     ):
         offered = (
             rf"drafts are \(0, 2, 4.*\), its budgets \(1.0,\), and its guesses per pass {guesses};"
