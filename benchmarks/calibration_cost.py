@@ -241,7 +241,7 @@ def calibration_cost() -> str:
             f"{sampling + scoring:,.0f}",
         ]
         rows.append([label, *cells, f"{anew / (sampling + scoring):.1f}x"])
-    return table(["", "sampling, s", "scoring, s", "total, s", "reduction"], rows)
+    return table(["method", "sampling, s", "scoring, s", "total, s", "reduction"], rows)
 
 
 def scoring_passes() -> str:

@@ -95,4 +95,4 @@ def ideal() -> str:
         rows.append(
             [f"I = {intensity:.0f}{f', cut at {cutoff:,}' if cutoff < 40_000 else ''}", *cells]
         )
-    return table(["", *(name for _, name, _ in schedules)], rows)
+    return table(["source", *(name for _, name, _ in schedules)], rows)

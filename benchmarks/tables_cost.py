@@ -91,8 +91,8 @@ def roofline() -> str:
     ]
     summary = table(
         [
-            "",
-            "steps",
+            "steps of",
+            "number",
             "mean absolute error",
             "largest error",
             "largest error if the shape is left out of the fit",
@@ -165,7 +165,7 @@ def cost_example() -> str:
     lossy, lossless = priced("qwen3-4b", 14_000, 240)
     setting = SHAPES_OF["qwen3-4b"], MACHINES["h200"], response_lengths(14_000, 32_768, 240)
     needed = drafters.rows(*setting, lossy.dense, lossless)
-    return table(["", ""], [*cost_rows(lossy, lossless), *needed])
+    return table(["what", "prediction"], [*cost_rows(lossy, lossless), *needed])
 
 
 def priced(shape: str, median: int, count: int) -> tuple[Prediction, LosslessPrediction]:
@@ -206,7 +206,7 @@ def predicted() -> str:
         ],
         ["rollout's share of a dense step, predicted", *(f"{x:.2f}" for x in mine)],
     ]
-    return table(["", *SHAPES.values()], rows)
+    return table(["speed-up or share", *SHAPES.values()], rows)
 
 
 def short_responses() -> str:

@@ -274,7 +274,7 @@ def accuracy() -> str:
                 for short in (False, True)
             ]
             rows.append([about(result), name, *cells])
-    head = ["shape, GPU", "", f"more than {SHORT:,} cached tokens in all", "fewer"]
+    head = ["shape, GPU", "step or cycle", f"more than {SHORT:,} cached tokens in all", "fewer"]
     return table(head, rows) if rows else ""
 
 

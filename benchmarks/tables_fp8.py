@@ -42,7 +42,7 @@ def rollouts() -> str:
                 rows.append([SHAPES[shape], NAMES[name], trace["slots"], f"{speed:,.0f}", *over])
     head = [
         "shape",
-        "",
+        "engine",
         "sequences at a time",
         "tokens/s",
         "over stock bfloat16, full cache",
@@ -104,13 +104,17 @@ def equalities() -> str:
                 prefill[f"unbounded {stored}"],
             ),
             f"transformers, float32, rounded{to}": (truth["unbounded rounded"], 0, ""),
-            f"transformers, bfloat16, rounded{to} (yardstick)": ("", unbounded["yardstick"], ""),
+            f"transformers, bfloat16, rounded{to} (reference error)": (
+                "",
+                unbounded["yardstick"],
+                "",
+            ),
             f"Sparrow, {stored} cache, 4 to 16 pages": (
                 truth[f"sparse {stored}"],
                 sparse["missed"],
                 "",
             ),
-            f"transformers, bfloat16, rounded{to}, 4 to 16 pages (yardstick)": (
+            f"transformers, bfloat16, rounded{to}, 4 to 16 pages (reference error)": (
                 "",
                 sparse["yardstick"],
                 "",

@@ -302,7 +302,7 @@ def real_speed() -> str:
         rows.append(row)
         if row[0] == REAL_ARMS["adaptive"]:
             rows.append(["lossless, predicted", *ratios])
-    return table(["", *text_names(run)], rows)
+    return table(["arm", *text_names(run)], rows)
 
 
 def real_earlier_speed() -> str:
@@ -317,13 +317,13 @@ def real_earlier_speed() -> str:
             if arm in run:
                 pairs = [[sampled_from(run[of], text) for of in (arm, "stock")] for text in wanted]
                 rows.append([name, str(number), *(relative_speed(*pair) for pair in pairs)])
-    return table(["", "run", *text_names(last)], rows)
+    return table(["arm", "run", *text_names(last)], rows)
 
 
 def real_stock_drafters() -> str:
     """Tabulate, for each text, the speeds of vLLM's own drafters, from the first run."""
     run, *_ = real_runs()
-    return table(["", *text_names(run)], speed_rows(run, STOCK_ARMS))
+    return table(["arm", *text_names(run)], speed_rows(run, STOCK_ARMS))
 
 
 def simulated_drafts(text: tuple[str, float], arm: str) -> str:
@@ -371,7 +371,7 @@ def real_yields() -> str:
         if arm in SIMULATED and arm in run and arm != "guess3":
             times = map(relative_time, repeats, history)
             rows.append([f"{arm_name}: time per cycle relative to history", *times])
-    return table(["", *text_names(last)], rows)
+    return table(["arm", *text_names(last)], rows)
 
 
 TABLES = {

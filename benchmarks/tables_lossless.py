@@ -231,7 +231,7 @@ def lossless_exact_guesses() -> str:
         "greedy tokens before the first difference",
         "difference in log-prob there, nats",
         "error of log-probs",
-        "yardstick",
+        "reference error",
         "chi-square test",
     ]
     return table(head, rows)
@@ -267,7 +267,7 @@ def lossless_rollout() -> str:
             "landmarks",
             "stock",
             "lossless",
-            "",
+            "speed-up",
             "numbers of drafts chosen",
         ],
         rows,
@@ -390,7 +390,8 @@ def lossless_memory() -> str:
             [label, *(f"{n:,}" for n in tokens), f"{tokens[1] / tokens[0] - 1:+.1%}", *starts]
         )
     return table(
-        ["shape", "KV cache, stock (tokens)", "lossless", "", "start, stock", "lossless"], rows
+        ["shape", "KV cache, stock (tokens)", "lossless", "difference", "start, stock", "lossless"],
+        rows,
     )
 
 
@@ -411,9 +412,8 @@ def lossless_exact() -> str:
         f"vocabulary of 6, yields p = {samples['p']:.2f} (chi-square {samples['chi-square']:.0f}, "
         f"{samples['degrees of freedom']} degrees of freedom).\n"
     )
-    return (
-        table(["", "error: mean", "error: p99", "yardstick: mean", "yardstick: p99"], rows) + text
-    )
+    errors = [f"{of}: {which}" for of in ("error", "reference error") for which in ("mean", "p99")]
+    return table(["run", *errors], rows) + text
 
 
 def lossless_invariant() -> str:
@@ -426,7 +426,8 @@ def lossless_invariant() -> str:
                 f"{row['common'] / row['tokens']:.0%}",
             ]
             rows.append([name, f"{row['same']} of {row['responses']}", *common])
-    return table(["", "identical responses", "tokens before the first difference", ""], rows)
+    head = ["run", "identical responses", "tokens before the first difference", "share"]
+    return table(head, rows)
 
 
 def lossless_training() -> str:

@@ -161,7 +161,9 @@ def rollout(found: list[Row]) -> str:
         slots = run["engines"]["stock"]["rollout"]["slots"]
         rows.append([*described(run), slots, *cells, ", ".join(map(str, sorted(drafts)))])
     head = ["shape", "kept", "GPU", "vLLM", "sequences at a time", "stock"]
-    return table([*head, "lossless", "", "lossy", "", "numbers of drafts chosen"], rows)
+    return table(
+        [*head, "lossless", "speed-up", "lossy", "speed-up", "numbers of drafts chosen"], rows
+    )
 
 
 def exact() -> str:
@@ -173,8 +175,8 @@ def exact() -> str:
     rows = [
         [mode, *log_probs(result.get(mode)), verdict(result.get(f"audit {mode}"))] for mode in SPEED
     ]
-    head = ["mode", "eager", "CUDA graphs", "graphs and torch.compile", "yardstick"]
-    return table([*head, "within twice the yardstick", "`sparrow audit`"], rows)
+    head = ["mode", "eager", "CUDA graphs", "graphs and torch.compile", "reference error"]
+    return table([*head, "within twice the reference error", "`sparrow audit`"], rows)
 
 
 TABLES = {

@@ -36,7 +36,7 @@ def equalities() -> str:
                     *(f"{pair['mean']:.4f} / {pair['p99']:.3f}" for pair in pairs),
                 ]
             )
-    return table(["mean / p99 of the difference", "Sparrow in vLLM", "yardstick"], rows)
+    return table(["mean / p99 of the difference", "Sparrow in vLLM", "reference error"], rows)
 
 
 def scaling() -> str:

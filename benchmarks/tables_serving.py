@@ -32,7 +32,7 @@ def lossless_lora() -> str:
             ]
         )
     columns = [
-        "",
+        "engine",
         "as stock vLLM",
         "log-probs: stock vLLM",
         "log-probs: lossless",

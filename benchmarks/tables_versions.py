@@ -37,8 +37,8 @@ def error(way: dict[str, Any] | None, of: str) -> str:
 
 
 def log_probs(found: dict[str, Any] | None) -> list[str]:
-    """Format the errors for each way of running an engine, the yardstick's errors, and whether all
-    errors are at most twice the yardstick's.
+    """Format the errors for each way of running an engine, the reference errors, and whether all
+    errors are at most twice as large.
     """
     if found is None:
         return ["", "", "", "", ""]
@@ -106,8 +106,8 @@ def versions() -> str:
         "eager",
         "CUDA graphs",
         "graphs and torch.compile",
-        "yardstick",
-        "within twice the yardstick",
+        "reference error",
+        "within twice the reference error",
         "greedy tokens as stock's",
         "`sparrow audit`",
         "sequences x tokens",

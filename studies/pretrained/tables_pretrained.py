@@ -336,7 +336,7 @@ def training_p5(task: str) -> str:
             calibrations.append(found)
             rows.append([row["arm"], "calibration", *found])
         rows += [[row["arm"], f"seed {run['seed']}", *of_one_run(run)] for run in runs]
-    return table(["rollouts", "", *map(_where, _bins(result["runs"][0], shown))], rows)
+    return table(["rollouts", "runs", *map(_where, _bins(result["runs"][0], shown))], rows)
 
 
 def _lengths_of_all(runs: list[Row], steps: int) -> list[int]:

@@ -360,7 +360,7 @@ def calibration_summary() -> str:
         ]
         rows.append([name, *cells, f"{over.min():+.3f}", f"{over.max():+.3f}"])
     head = [
-        "",
+        "calibration",
         "within 0.02 of the target",
         "more than 0.02 above",
         "of these, forced by a shorter bin",

@@ -160,7 +160,7 @@ def text_vllm(study: str) -> str:
         "cycles",
         "tokens per cycle in vLLM",
         "predicted for the same cycles",
-        "",
+        "measured / predicted",
         "mean acceptance",
     ]
     return table(head, rows)
@@ -329,7 +329,7 @@ def text_uneven_target() -> str:
         rows.append([name, interval(row["p5_at_half"], 3), reached])
     return table(
         [
-            "",
+            "budgets",
             f"p5 at {whole / 2:,.0f} KV tokens",
             f"KV tokens at a p5 of {result['target']:.2f}",
         ],

@@ -39,7 +39,7 @@ def test_speeds_are_relative_to_stock_over_all_repeats(tables, tmp_path):
     guessed = [point(1000, 0.5), point(1000, 1.5)]
     write(tables, tmp_path, stock=stock, guess3=guessed, ngram=[])
     assert cells(tables.real_speed()) == [
-        ["", "sources, 0.7"],
+        ["arm", "sources, 0.7"],
         ["---", "---"],
         ["stock, tokens/s", "500 (0%)"],
         ["stock, predicted", ""],
@@ -67,7 +67,7 @@ def test_speed_is_predicted_where_all_responses_have_the_same_length(tables, tmp
     lossless = [row | measured for row in stock]
     write(tables, tmp_path, stock=stock, adaptive=lossless)
     head, _, *rows = cells(tables.real_speed())
-    assert head == ["", "sources, 0.7", "questions, 0.7"]
+    assert head == ["arm", "sources, 0.7", "questions, 0.7"]
     cell = tables.Cell(8, tables.PROMPT, tables.NEW)
     dense = tables.predicted.tokens_per_s(tables.SHAPE, cell)
     # 4.10 tokens are expected per cycle of four drafts, and 3.44 of three

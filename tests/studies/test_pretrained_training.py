@@ -306,7 +306,7 @@ def test_p5_table_shows_a_schedule_once_and_only_lengths_of_all_runs(study, monk
     result = {"compared_steps": 3, "rows": [{"arm": arm} for arm in arms], "runs": runs}
     monkeypatch.setattr(study.tables_pretrained, "load", {"pretrained_training_x": result}.get)
     assert study.tables_pretrained.training_p5("x").splitlines() == [
-        "| rollouts |  | 2,560 to 3,072 |",
+        "| rollouts | runs | 2,560 to 3,072 |",
         "| --- | --- | --- |",
         # a t-interval with two degrees of freedom: 4.303 times a standard error of 0.03
         "| dense | all seeds | 0.910 / 0.910 [0.781, 1.039] / 0.850 |",
