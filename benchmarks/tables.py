@@ -74,6 +74,7 @@ NAMES = (
     "method",
     "distill",
     "lossless",
+    "lossless-studies",
     "paper",
     "selectors",
     "stability-text",

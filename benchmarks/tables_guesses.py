@@ -305,21 +305,6 @@ def real_speed() -> str:
     return table(["arm", *text_names(run)], rows)
 
 
-def real_earlier_speed() -> str:
-    """Tabulate, for each text, every arm's speed relative to stock vLLM in each run before the last
-    one. Runs are numbered from 1.
-    """
-    *earlier, last = real_runs()
-    wanted = texts(last["stock"])
-    rows = []
-    for arm, name in REAL_ARMS.items():
-        for number, run in enumerate(earlier, start=1):
-            if arm in run:
-                pairs = [[sampled_from(run[of], text) for of in (arm, "stock")] for text in wanted]
-                rows.append([name, str(number), *(relative_speed(*pair) for pair in pairs)])
-    return table(["arm", "run", *text_names(last)], rows)
-
-
 def real_stock_drafters() -> str:
     """Tabulate, for each text, the speeds of vLLM's own drafters, from the first run."""
     run, *_ = real_runs()
@@ -378,7 +363,6 @@ TABLES = {
     "guesses passes": passes,
     "guesses speed": speed,
     "guesses real speed": real_speed,
-    "guesses real earlier speed": real_earlier_speed,
     "guesses real stock drafters": real_stock_drafters,
     "guesses real yields": real_yields,
 }

@@ -228,19 +228,3 @@ def test_cases_measured_again_are_shown_once(tables, tmp_path):
         ("8 x 300", "8"),
         ("8 x 100", "16"),
     ]
-
-
-def test_runs_before_the_last_share_a_table(tables, tmp_path):
-    stock = [point(1000, 2.0)]
-    runs = [
-        {"stock": stock, "ngram": stock},
-        {"stock": stock, "guess3": [point(1000, 1.0)], "head_guess3": [point(1000, 4.0)]},
-        {"stock": stock, "guess3": [point(1000, 0.5)]},
-    ]
-    write(tables, tmp_path, *runs, stock=stock, guess3=stock)
-    _, _, *rows = cells(tables.real_earlier_speed())
-    assert rows == [
-        [tables.REAL_ARMS["guess3"], "2", "2.00x (0%)"],
-        [tables.REAL_ARMS["guess3"], "3", "4.00x (0%)"],
-        [tables.REAL_ARMS["head_guess3"], "2", "0.50x (0%)"],
-    ]
