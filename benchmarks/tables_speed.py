@@ -232,20 +232,6 @@ def head_budgets() -> str:
     )  # one case is timed twice
 
 
-def shapes() -> str:
-    """Tabulate the times of the decode kernels alone for other head dims, dtypes and page sizes."""
-    cells: dict[str, Column] = {
-        "head dim": "{D}",
-        "tokens per page": "{P}",
-        "read limit, us": "{limit_us:.0f}",
-        "sparse, us": "{step[us]:.0f}",
-        "of limit": lambda case: f"{case['limit_us'] / case['step']['us']:.0%}",
-        "dense, of limit": lambda case: f"{case['dense_limit_us'] / case['dense']['us']:.0%}",
-        "speed-up": lambda case: f"{case['dense']['us'] / case['step']['us']:.2f}x",
-    }
-    return declared(load("kernels")["shapes"], cells)
-
-
 KERNELS = {
     "attention of sparse layers": r"rank_kernel|attend_kernel|^attend$",
     "attention of dense layers": r"flash::",
@@ -495,7 +481,6 @@ TABLES = {
     "several tokens": several_tokens,
     "uneven attention": uneven_attention,
     "head budgets": head_budgets,
-    "other shapes": shapes,
     "landmarks": landmarks,
     "capacity": capacity,
     "validation": validation,
