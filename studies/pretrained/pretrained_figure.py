@@ -114,7 +114,7 @@ def draw_tail(ax: Axes, rows: Sequence[Row]) -> None:
         bars = np.abs(p5[:, 1:] - p5[:, :1]).T
         style = {"fmt": "o-", "ms": 3.5, "lw": 1.8, "capsize": 2}
         ax.errorbar(middle, p5[:, 0], bars, color=color, label=row["domain"], **style)
-    ax.axhline(1, color=INK, lw=1.8, label="lossless: verified")
+    ax.axhline(1, color=INK, lw=1.8, label="lossless: by construction, ignoring rounding")
     ax.set(
         xlabel="position, in thousands of tokens",
         ylabel=f"p5 of acceptance, {READ:,} tokens read",
@@ -134,7 +134,7 @@ def main() -> None:
         draw_tail(right, load("pretrained_acceptance")["rows"])
         left.set_title("What training earns by the clock", loc="left", fontsize=10)
         middle.set_title("What training earns by step", loc="left", fontsize=10)
-        right.set_title("A lossy actor on given texts", loc="left", fontsize=10)
+        right.set_title("A lossy actor on fixed texts", loc="left", fontsize=10)
         figure.savefig(PATH, dpi=130)
         plt.close(figure)
 

@@ -16,8 +16,6 @@ from stability_statistics import by_arm, t_interval
 
 LAST = 10
 """The number of steps at the end of training over which rewards are averaged."""
-SPANS = (1, 3, 5, 7, 9)
-"""The first step of each span in the closed loop's table."""
 
 
 def _where(b: Row) -> str:
@@ -128,10 +126,14 @@ def reading() -> str:
 
 
 def calibrated() -> str:
-    """Tabulate the pages chosen by calibration on each domain, by length."""
+    """Tabulate the pages chosen by calibration on each domain and on all domains, by length."""
     result = load("pretrained_schedules")
     width = result["settings"]["bin_tokens"]
-    rows = [[found["on"], *found["pages"][:-1]] for found in result["calibrations"]]
+    names = {"mixture": "all domains"}
+    rows = [
+        [names.get(found["on"], found["on"]), *found["pages"][:-1]]
+        for found in result["calibrations"]
+    ]
     ends = [f"up to {(i + 1) * width:,}" for i in range(len(rows[0]) - 1)]
     return table(["calibrated on", *ends], rows)
 
@@ -354,34 +356,6 @@ def _bins(run: Row, starts: list[int]) -> list[Row]:
     return [bin_ for bin_ in run["bins"] if bin_["start"] in starts]
 
 
-def closed_loop() -> str:
-    """Tabulate what the closed loop read and the p5 by length: the lowest and the highest value in
-    spans of steps, and the values of the last step, with p5's interval.
-    """
-    runs = [run for run in load("pretrained_training_story")["runs"] if run["arm"] == "auto86"]
-    shown = _lengths_of_all(runs, max(len(run["read_by_step"]) for run in runs))
-    rows = []
-    for run in runs:
-        steps = len(run["read_by_step"])
-        starts = [start for start in SPANS if start <= steps]
-        ends = [*(start - 1 for start in starts[1:]), steps]
-        for start, end in zip(starts, ends, strict=True):
-            span = slice(start - 1, end)
-            read = run["read_by_step"][span]
-            tails = [_range(bin_["p5"][span], ".3f") for bin_ in _bins(run, shown)]
-            where = _range([start, end], "d")
-            rows.append([str(run["seed"]), where, _range(read, ".0%"), *tails])
-        tails = [interval(bin_["last"], 3) for bin_ in _bins(run, shown)]
-        rows.append([str(run["seed"]), f"{steps}", f"{run['read_by_step'][-1]:.0%}", *tails])
-    return table(["seed", "steps", "KV read", *map(_where, _bins(runs[0], shown))], rows)
-
-
-def _range(values: list[float], form: str) -> str:
-    """Format the lowest and the highest value, or only one if they look the same."""
-    ends = [f"{end:{form}}" for end in (min(values), max(values))]
-    return " to ".join(dict.fromkeys(ends))
-
-
 TABLES = {
     "pretrained acceptance": acceptance,
     "pretrained lossy": lossy,
@@ -396,7 +370,6 @@ TABLES = {
     "pretrained training clock": training_clock,
     "pretrained long training": long_training,
     "pretrained training p5": partial(training_p5, "story"),
-    "pretrained closed loop": closed_loop,
     "pretrained ledger": partial(training, "ledger"),
     "pretrained ledger p5": partial(training_p5, "ledger"),
 }

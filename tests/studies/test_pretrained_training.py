@@ -340,35 +340,6 @@ def test_p5_table_shows_a_runs_last_step_only_if_it_was_measured(study, monkeypa
     ]
 
 
-def test_closed_loop_table_shows_the_extremes_of_each_span_and_the_last_step(study, monkeypatch):
-    read = [1.0, 1.0, 0.9, 0.9, 0.7, 0.72, 0.6, 0.6, 0.58, 0.63, 0.6]
-    p5 = [0.95, 0.94, 0.93, 0.93, 0.92, 0.91, 0.9, 0.89, 0.88, 0.86, 0.87]
-    bins = [{"start": 0, "end": 512, "p5": p5, "last": [0.87, 0.85, 0.89]}]
-    other = {"start": 512, "end": 1024, "p5": [0.9] * 3, "last": [0.9, 0.8, 1.0]}
-    runs = [
-        {"arm": "p86", "seed": 4, "read_by_step": read, "bins": bins},
-        {"arm": "auto86", "seed": 4, "read_by_step": read, "bins": bins},
-        {
-            "arm": "auto86",
-            "seed": 5,
-            "read_by_step": read[:3],
-            "bins": [{**bins[0], "p5": p5[:3], "last": [0.93, 0.92, 0.94]}, other],
-        },
-    ]
-    monkeypatch.setattr(study.tables_pretrained, "load", lambda name: {"runs": runs})
-    assert study.tables_pretrained.closed_loop().splitlines()[2:] == [
-        "| 4 | 1 to 2 | 100% | 0.940 to 0.950 |",
-        "| 4 | 3 to 4 | 90% | 0.930 |",
-        "| 4 | 5 to 6 | 70% to 72% | 0.910 to 0.920 |",
-        "| 4 | 7 to 8 | 60% | 0.890 to 0.900 |",
-        "| 4 | 9 to 11 | 58% to 63% | 0.860 to 0.880 |",
-        "| 4 | 11 | 60% | 0.870 [0.850, 0.890] |",
-        "| 5 | 1 to 2 | 100% | 0.940 to 0.950 |",
-        "| 5 | 3 | 90% | 0.930 |",
-        "| 5 | 3 | 90% | 0.930 [0.920, 0.940] |",
-    ]
-
-
 def timed_run(arm, clock, **more):
     """Return a run as in the clock summary. Its reward rises by 0.02 per step."""
     reward = [round(0.02 * i, 2) for i in range(len(clock))]
