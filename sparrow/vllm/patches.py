@@ -260,13 +260,23 @@ def _candidates_by_drafts(stock: Any) -> Any:
     def _init_candidates(self: Any) -> None:
         from vllm.config import CUDAGraphMode
 
+        decoding = config.requested_lossless(self.vllm_config)
+        if decoding is None:
+            stock(self)
+            return
+        # vLLM captures graphs for the draft lengths of batches of up to ``max_num_reqs`` sequences.
+        # Each batch size has one draft length, so few sequences would leave out some of them.
+        rows = self.max_num_reqs
+        self.max_num_reqs = max(rows, len(setup.draft_choices(decoding)))
         stock(self)
-        if config.requested_lossless(self.vllm_config) is not None:
-            captured = self._capture_descs
-            modes = (CUDAGraphMode.FULL, CUDAGraphMode.PIECEWISE)
-            self._candidates = graphs.candidates(
-                graph for mode in modes for graph in captured.get(mode, ())
-            )
+        self.max_num_reqs = rows
+        captured = self._capture_descs
+        for mode, descriptions in captured.items():
+            captured[mode] = [each for each in descriptions if (each.num_reqs or 0) <= rows]
+        modes = (CUDAGraphMode.FULL, CUDAGraphMode.PIECEWISE)
+        self._candidates = graphs.candidates(
+            graph for mode in modes for graph in captured.get(mode, ())
+        )
 
     return _init_candidates
 
@@ -502,7 +512,8 @@ LOSSLESS = (
         "vllm.v1.worker.gpu.cudagraph_utils:CudaGraphManager._init_candidates",
         ">=0.26",
         "Find a CUDA graph for any number of drafts: vLLM considers only graphs of the nearest "
-        "size, which may have been captured for a different number.",
+        "size, which may have been captured for a different number, and captures graphs for at "
+        "most ``max_num_seqs`` different numbers.",
         _candidates_by_drafts,
     ),
     Patch(

@@ -27,12 +27,12 @@ def test_capture_sizes_cover_every_batch_with_and_without_drafts():
     assert sizes == sorted(set(sizes))
 
 
-def manager(init_candidates):
-    """Return vLLM's graph dispatcher for ``ROWS`` sequences, in its state after capturing the
+def manager(init_candidates, rows):
+    """Return vLLM's graph dispatcher for ``rows`` sequences, in its state after capturing the
     graphs.
     """
     made = CudaGraphManager.__new__(CudaGraphManager)
-    sizes = graphs.capture_sizes(ROWS, CHOICES)
+    sizes = graphs.capture_sizes(rows, CHOICES)
     ranges = [(n, n, drafts) for n, drafts in enumerate(CHOICES, start=1)]
     speculative = SimpleNamespace(
         uses_dynamic_speculative_decoding=lambda: True,
@@ -48,7 +48,7 @@ def manager(init_candidates):
             cudagraph_capture_sizes=sizes, max_cudagraph_capture_size=sizes[-1]
         ),
         cudagraph_mode=CUDAGraphMode.FULL_AND_PIECEWISE,
-        max_num_reqs=ROWS,
+        max_num_reqs=rows,
         decode_query_len=CHOICES[-1] + 1,
         varlen_decode=False,
         ubatch_runner=None,
@@ -63,10 +63,10 @@ def manager(init_candidates):
     return made
 
 
-def stock_and_patched(monkeypatch, decoding):
+def stock_and_patched(monkeypatch, decoding, rows=ROWS):
     stock = inspect.unwrap(CudaGraphManager._init_candidates)  # another test may have replaced it
     monkeypatch.setattr(config, "requested", lambda vllm_config: decoding)
-    return manager(stock), manager(patches._candidates_by_drafts(stock))
+    return manager(stock, rows), manager(patches._candidates_by_drafts(stock), rows)
 
 
 @pytest.fixture
@@ -90,6 +90,19 @@ def test_every_number_of_sequences_and_drafts_uses_a_full_graph(stock_and_ours):
         larger = {n for n in graphs.capture_sizes(ROWS, (0,)) if n >= rows}
         assert rows <= graph.num_reqs <= min(larger)
     assert ours._capture_descs == stock._capture_descs  # the graphs are vLLM's own
+
+
+@pytest.mark.parametrize("rows", [1, 2, 3, 4, 5])
+def test_few_sequences_use_full_graphs_with_every_number_of_drafts(monkeypatch, rows):
+    _, ours = stock_and_patched(monkeypatch, Decoding.lossless(), rows)
+    for n in range(1, rows + 1):
+        for drafts in CHOICES:
+            graph = served(ours, n, drafts)
+            assert graph.cg_mode == CUDAGraphMode.FULL and graph.uniform_token_count == drafts + 1
+            assert n <= graph.num_reqs <= rows
+    captured = [graph for each in ours._capture_descs.values() for graph in each]
+    assert all(graph.num_reqs is None or graph.num_reqs <= rows for graph in captured)
+    assert ours.max_num_reqs == rows
 
 
 def test_a_batch_with_uneven_token_counts_uses_the_smallest_piecewise_graph(stock_and_ours):
