@@ -8,10 +8,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from sparrow.decoding import Decoding
 from sparrow.errors import ConfigError, UnsupportedModel
 from sparrow.schedule import SparsitySchedule
 from sparrow.vllm import config, kv_cache
-from sparrow.vllm.lossless.setup import DRAFTS_PER_PASS, passes_of
+from sparrow.vllm.lossless.graphs import most_rows
+from sparrow.vllm.lossless.setup import DRAFTS_PER_PASS, draft_choices, passes_of
 from sparrow.vllm.runtime import Runtime, attached, find
 
 LOADED_IN_PLACE = ("TRITON", "BATCHED_TRITON")
@@ -248,6 +250,19 @@ def between_graphs(vllm_config: Any) -> tuple[int, int]:
     )
 
 
+def rows_with_graphs(vllm_config: Any, decoding: Decoding) -> int:
+    """Return up to how many sequences lossless mode has CUDA graphs for, whatever it drafts.
+
+    Return ``max_num_seqs`` if vLLM captures no decode steps at all, as on a CPU.
+    """
+    most = vllm_config.scheduler_config.max_num_seqs
+    mode = vllm_config.compilation_config.cudagraph_mode
+    if mode is None or not mode.has_full_cudagraphs():
+        return most
+    sizes = vllm_config.compilation_config.cudagraph_capture_sizes or []
+    return most_rows(sizes, most, draft_choices(decoding))
+
+
 def check(vllm_config: Any) -> None:
     """If an engine has a schedule, check that every layer follows it, and log how the engine
     decodes.
@@ -366,3 +381,12 @@ def check(vllm_config: Any) -> None:
         f"{drafting.logits_bytes / 2**30:.2f} GiB, {landmarks}, and drafts take cache space "
         f"for up to {decoding.draft_tokens} tokens per sequence"
     )
+    most = rows_with_graphs(vllm_config, decoding)
+    if most < vllm_config.scheduler_config.max_num_seqs:
+        tokens = decoding.draft_tokens + 1
+        logger.warning(
+            f"Steps of more than {most} sequences may run without a CUDA graph, which can take "
+            f"several times as long; set max_num_seqs to {most}, or to as many as you need and "
+            f"max_num_batched_tokens to at least {tokens} times as many, and leave "
+            "cudagraph_capture_sizes and max_cudagraph_capture_size out"
+        )

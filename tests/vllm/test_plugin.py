@@ -25,7 +25,7 @@ from sparrow.errors import ConfigError, EngineError, UnsupportedModel
 from sparrow.schedule import ALL_PAGES
 from sparrow.vllm import config, control, fp8, versions
 from sparrow.vllm.counters import PLAIN_PASSES
-from sparrow.vllm.lossless import setup
+from sparrow.vllm.lossless import graphs, setup
 from sparrow.vllm.runtime import Runtime, find
 
 SCHEDULE = SparsitySchedule(top_k=(2, 4), bin_tokens=64, dense_layers=(0,))
@@ -417,6 +417,39 @@ def test_warning_is_logged_for_batch_sizes_without_a_cuda_graph(mode, most, said
     assert len(warnings) == bool(said) and re.match(said, "".join(warnings))
 
 
+@pytest.mark.parametrize(
+    "mode, most, sizes, said",
+    [
+        ("FULL_AND_PIECEWISE", 1024, 256, "more than 256 sequences .* set max_num_seqs to 256, or"),
+        ("FULL_DECODE_ONLY", 300, 256, "more than 256 sequences .* at least 13 times as many, and"),
+        ("FULL_AND_PIECEWISE", 300, 300, ""),
+        ("FULL_AND_PIECEWISE", 1, 1, ""),
+        ("PIECEWISE", 1024, 256, ""),
+        ("NONE", 1024, 256, ""),
+    ],
+)
+def test_warning_is_logged_for_lossless_batches_without_a_cuda_graph(
+    mode, most, sizes, said, monkeypatch
+):
+    vllm = pytest.importorskip("vllm.config")
+    pytest.importorskip("vllm.triton_utils")  # this import also logs a message
+    decoding = Decoding.lossless(SCHEDULE)
+    warnings = []
+    logger = SimpleNamespace(info=lambda text: None, warning=warnings.append)
+    monkeypatch.setattr("vllm.logger.init_logger", lambda name: logger)
+    monkeypatch.setattr(config, "requested", lambda of: decoding)
+    made = Runtime(decoding, 4, 100, torch.device("cpu"))
+    made.drafting.meter = SimpleNamespace(metered=None)
+    engine = without_graphs({"layer": SimpleNamespace(impl=SimpleNamespace(runtime=made))})
+    engine.scheduler_config.max_num_seqs = most
+    engine.compilation_config.cudagraph_mode = vllm.CUDAGraphMode[mode]
+    engine.compilation_config.cudagraph_capture_sizes = graphs.capture_sizes(
+        sizes, setup.draft_choices(decoding)
+    )
+    control.check(engine)
+    assert len(warnings) == bool(said) and re.search(said, "".join(warnings))
+
+
 def test_kernels_in_the_config_override_the_environment(monkeypatch):
     def asked(additional):
         return config.kernels(SimpleNamespace(additional_config=additional))
@@ -749,6 +782,13 @@ def test_int8_cache_has_no_scales_to_report_or_renew():
         control.sparrow_renew_kv_scales(worker)
 
 
+def without_graphs(layers):
+    """Return the configuration of an engine with these layers, which captures no CUDA graphs."""
+    compilation = SimpleNamespace(static_forward_context=layers, cudagraph_mode=None)
+    scheduler = SimpleNamespace(max_num_seqs=4)
+    return SimpleNamespace(compilation_config=compilation, scheduler_config=scheduler)
+
+
 def test_an_fp8_cache_uses_vllms_scales_in_lossless_mode(monkeypatch):
     decoding = Decoding.lossless(SCHEDULE)
     made = Runtime(decoding, 4, 100, torch.device("cpu"))
@@ -776,8 +816,7 @@ def test_an_fp8_cache_uses_vllms_scales_in_lossless_mode(monkeypatch):
     assert made.describe()["kv_cache"] == "fp8_e4m3" and "kv_scales" not in made.describe()
     assert "kv_clipped" not in made.counters()
     layers = {"layer": SimpleNamespace(impl=SimpleNamespace(runtime=made))}
-    compilation = SimpleNamespace(static_forward_context=layers)
-    worker = SimpleNamespace(vllm_config=SimpleNamespace(compilation_config=compilation))
+    worker = SimpleNamespace(vllm_config=without_graphs(layers))
     with pytest.raises(
         ConfigError,
         match="vLLM sets the scales of an fp8 KV cache, and they never change; remove the call",
@@ -806,9 +845,7 @@ def test_a_meter_schedule_is_logged_at_start(monkeypatch):
     said: list[str] = []
     monkeypatch.setattr("vllm.logger.init_logger", lambda name: SimpleNamespace(info=said.append))
     monkeypatch.setattr(config, "requested", lambda of: decoding)
-    control.check(
-        SimpleNamespace(compilation_config=SimpleNamespace(static_forward_context=layers))
-    )
+    control.check(without_graphs(layers))
     assert (
         "Once every 7 cycles" in said[0]
         and "(dense layers: [0]; top-k pages per bin of 64 tokens: [3, 5])" in said[0]

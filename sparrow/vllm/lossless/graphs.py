@@ -28,6 +28,24 @@ def capture_sizes(rows: int, choices: tuple[int, ...]) -> list[int]:
     return sorted({n * (k + 1) for n in counts for k in {0, *choices}})
 
 
+def most_rows(sizes: Iterable[int], rows: int, choices: Iterable[int]) -> int:
+    """Return up to how many sequences have a full graph with every draft length in ``choices``.
+
+    Args:
+        sizes: the batch sizes that vLLM captures, in tokens.
+        rows: ``max_num_seqs``. vLLM captures no graph for more sequences.
+        choices: the draft lengths, in tokens.
+    """
+    sizes = sorted(sizes)
+
+    def most_with(tokens: int) -> int:
+        # vLLM rounds sizes up to whole sequences, but not above the largest size.
+        rounded = (-(-size // tokens) for size in sizes)
+        return max((n for n in rounded if n * tokens <= sizes[-1] and n <= rows), default=0)
+
+    return min(most_with(k + 1) for k in choices)
+
+
 def candidates(graphs: Iterable[Any]) -> dict[tuple[int, int], list[Any]]:
     """Return the graphs that each step can use, in order of preference. The keys are a step's
     number of tokens and its number of active LoRAs.

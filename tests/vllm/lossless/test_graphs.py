@@ -27,12 +27,11 @@ def test_capture_sizes_cover_every_batch_with_and_without_drafts():
     assert sizes == sorted(set(sizes))
 
 
-def manager(init_candidates, rows):
-    """Return vLLM's graph dispatcher for ``rows`` sequences, in its state after capturing the
-    graphs.
+def manager(init_candidates, rows, sizes):
+    """Return vLLM's graph dispatcher for ``rows`` sequences, in its state after capturing graphs of
+    these sizes.
     """
     made = CudaGraphManager.__new__(CudaGraphManager)
-    sizes = graphs.capture_sizes(rows, CHOICES)
     ranges = [(n, n, drafts) for n, drafts in enumerate(CHOICES, start=1)]
     speculative = SimpleNamespace(
         uses_dynamic_speculative_decoding=lambda: True,
@@ -63,10 +62,14 @@ def manager(init_candidates, rows):
     return made
 
 
-def stock_and_patched(monkeypatch, decoding, rows=ROWS):
+def stock_and_patched(monkeypatch, decoding, rows=ROWS, sizes=None):
+    sizes = sizes or graphs.capture_sizes(rows, CHOICES)
     stock = inspect.unwrap(CudaGraphManager._init_candidates)  # another test may have replaced it
     monkeypatch.setattr(config, "requested", lambda vllm_config: decoding)
-    return manager(stock, rows), manager(patches._candidates_by_drafts(stock), rows)
+    return (
+        manager(stock, rows, sizes),
+        manager(patches._candidates_by_drafts(stock), rows, sizes),
+    )
 
 
 @pytest.fixture
@@ -90,6 +93,19 @@ def test_every_number_of_sequences_and_drafts_uses_a_full_graph(stock_and_ours):
         larger = {n for n in graphs.capture_sizes(ROWS, (0,)) if n >= rows}
         assert rows <= graph.num_reqs <= min(larger)
     assert ours._capture_descs == stock._capture_descs  # the graphs are vLLM's own
+
+
+@pytest.mark.parametrize("rows", [1, 3, ROWS, ROWS + 1, 4 * ROWS])
+def test_the_largest_batch_with_a_full_graph_is_known(monkeypatch, rows):
+    sizes = graphs.capture_sizes(ROWS, CHOICES)
+    _, ours = stock_and_patched(monkeypatch, Decoding.lossless(), rows, sizes)
+
+    def is_full(n):
+        return all(served(ours, n, drafts).cg_mode == CUDAGraphMode.FULL for drafts in CHOICES)
+
+    most = graphs.most_rows(sizes, rows, CHOICES)
+    assert all(is_full(n) for n in range(1, most + 1))
+    assert most == rows or not is_full(most + 1)
 
 
 @pytest.mark.parametrize("rows", [1, 2, 3, 4, 5])
