@@ -87,9 +87,7 @@ def settle(arguments: Any, decoding: Decoding, on_cpu: bool) -> None:
         **(arguments.additional_config or {}),
         KEY: decoding.to_dict(),
     }
-    asked = arguments.attention_config
-    named = asked.get("backend") if isinstance(asked, Mapping) else getattr(asked, "backend", None)
-    if by_environment and not on_cpu and arguments.attention_backend is None and named is None:
+    if by_environment and not on_cpu and setup.backend_of(arguments) is None:
         arguments.attention_backend = "CUSTOM"
 
 

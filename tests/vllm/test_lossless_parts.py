@@ -14,6 +14,7 @@ from sparrow.vllm import config, versions
 from sparrow.vllm.lossless import setup
 
 vllm = pytest.importorskip("vllm")
+from vllm.v1.attention.backends.registry import AttentionBackendEnum  # noqa: E402
 
 
 def arguments(**given):
@@ -104,6 +105,34 @@ def test_the_backend_and_graph_sizes_are_set_on_a_gpu(cuda_version):
     )
     assert kept.attention_backend is None and kept.cudagraph_capture_sizes == [1, 2]
     assert prepared(on_cpu=False, enforce_eager=True).cudagraph_capture_sizes is None
+
+
+def naming(place, backend):
+    return {place: backend if place == "attention_backend" else {"backend": backend}}
+
+
+@pytest.mark.parametrize("place", ["attention_backend", "attention_config"])
+def test_only_sparrows_attention_backend_is_accepted_on_a_gpu(cuda_version, place):
+    with pytest.raises(
+        ConfigError,
+        match=r"^mode 'lossless' drafts with .* is 'FLASH_ATTN'; leave attention_backend and the",
+    ):
+        prepared(on_cpu=False, **naming(place, "flash_attn"))
+    kept = prepared(on_cpu=False, **naming(place, AttentionBackendEnum.CUSTOM))
+    assert (
+        setup.backend_of(kept) == "CUSTOM"
+        and vars(kept)[place] == naming(place, AttentionBackendEnum.CUSTOM)[place]
+    )
+    assert prepared(on_cpu=False, **naming(place, "auto")).attention_backend == "CUSTOM"
+    other = prepared(on_cpu=False, attention_config={"flash_attn_version": 2})
+    assert other.attention_backend == "CUSTOM"
+
+
+def test_a_backend_registered_under_vllms_name_is_accepted(cuda_version, monkeypatch):
+    """If the environment sets the mode, Sparrow's backend is also registered as FLASH_ATTN."""
+    monkeypatch.setattr(AttentionBackendEnum, "is_overridden", lambda self: True)
+    made = prepared(on_cpu=False, attention_config={"backend": "FLASH_ATTN"})
+    assert made.attention_backend is None
 
 
 def test_draft_count_choices_match_the_expected_values():

@@ -143,12 +143,34 @@ def _set_scheduler(arguments: Any) -> None:
     arguments.scheduler_cls = SCHEDULER
 
 
-def _set_gpu_options(arguments: Any, decoding: Decoding) -> None:
-    """Set Sparrow's attention backend and the sizes of CUDA graphs, unless the user has chosen
-    others.
+def backend_of(arguments: Any) -> str | None:
+    """Return the name of the attention backend in vLLM's ``EngineArgs``, or None if it is left to
+    vLLM.
     """
-    if arguments.attention_backend is None and "CUSTOM" not in str(arguments.attention_config):
+    asked = arguments.attention_config
+    named = asked.get("backend") if isinstance(asked, Mapping) else getattr(asked, "backend", None)
+    backend = arguments.attention_backend or named
+    name = getattr(backend, "name", backend)  # vLLM takes strings, and makes them enums
+    return None if name is None or name.lower() == "auto" else name.upper()
+
+
+def _set_gpu_options(arguments: Any, decoding: Decoding) -> None:
+    """Set Sparrow's attention backend, and the sizes of CUDA graphs unless the user has chosen
+    others.
+
+    Raises ConfigError if the user has chosen a backend of vLLM's own.
+    """
+    from vllm.v1.attention.backends.registry import AttentionBackendEnum
+
+    named = backend_of(arguments)
+    if named is None:
         arguments.attention_backend = "CUSTOM"
+    elif named != "CUSTOM" and not AttentionBackendEnum[named].is_overridden():
+        raise ConfigError(
+            "mode 'lossless' drafts with Sparrow's attention backend, which is 'CUSTOM', but the "
+            f"attention backend is {named!r}; leave attention_backend and the backend in "
+            "attention_config out"
+        )
     names = ("cudagraph_capture_sizes", "max_cudagraph_capture_size")
     sizes = [getattr(arguments, name) for name in names]
     sizes += [getattr(arguments.compilation_config, name, None) for name in names]
