@@ -130,11 +130,14 @@ class Client(ABC):
     def counters(self) -> Counters:
         counters = tally(self._described, self.rpc)
         if counters.preemptions:
+            reads_all = self._is_lossless or self.schedule.is_dense
             logger.warning(
-                "vLLM preempted %d sequences and prefilled their generated tokens again, densely, "
-                "so their KV cache differs from the actor's; give vLLM a larger KV cache, or lower "
-                "max_num_seqs",
+                "vLLM preempted %d sequences and prefilled their generated tokens again, %s; give "
+                "vLLM a larger KV cache, or lower max_num_seqs",
                 counters.preemptions,
+                "which takes time"
+                if reads_all
+                else "densely, so their KV cache differs from the actor's",
             )
         return counters
 

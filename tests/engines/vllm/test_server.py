@@ -24,6 +24,7 @@ from sparrow.engines.vllm.client import tally
 from sparrow.errors import ConfigError, EngineError
 from sparrow.mismatch.drafts import DraftAcceptance
 from sparrow.rollout import Sampling
+from sparrow.schedule import ALL_PAGES
 from tests.train.test_trainer import SCHEDULE, make_trainer, metrics_of
 
 BREAKS = ("no response", "cut off", "reset")
@@ -61,7 +62,7 @@ class Pretender(BaseHTTPRequestHandler):
         counters = {
             "tokens_read": 1,
             "tokens_held": 2,
-            "preemptions": 0,
+            "preemptions": state["preemptions"],
             "drafted": 0,
             "accepted": 0,
             "emitted": 0,
@@ -147,6 +148,7 @@ def pretender(monkeypatch) -> Iterator[tuple[str, dict]]:
         "counts": "yes",
         "end": "stop",
         "described": {},
+        "preemptions": 0,
         "calls": [],
         "sent": [],
         "clients": [],
@@ -336,6 +338,22 @@ def test_truncation_options_are_sent_in_lossy_mode_and_refused_in_lossless_mode(
     ):
         engine.generate([[1]], Sampling(4, top_p=0.7))
     engine.generate([[1]], SAMPLING)
+
+
+@pytest.mark.parametrize("mode", ["lossless", "lossy", "dense"])
+def test_preemption_is_said_to_change_the_cache_only_in_lossy_mode(pretender, caplog, mode):
+    url, state = pretender
+    schedule = SCHEDULE.replace(top_k=(ALL_PAGES,)) if mode == "dense" else SCHEDULE
+    state["described"] = {"mode": mode, "schedule": schedule.to_dict()}
+    asked = Decoding.lossless(SCHEDULE) if mode == "lossless" else schedule
+    engine = VLLMServer(url, asked)
+    state["preemptions"] = 2
+    with caplog.at_level("WARNING"):
+        engine.counters()
+    [said] = caplog.messages
+    assert said.startswith("vLLM preempted 2 sequences") and "larger KV cache" in said
+    assert ("differs from the actor's" in said) == (mode == "lossy")
+    assert ("takes time" in said) == (mode != "lossy")
 
 
 def test_only_the_leading_client_controls_the_server(pretender):
