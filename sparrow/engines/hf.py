@@ -55,6 +55,13 @@ DECODE_TOKENS = 2**19
 """Maximum number of tokens in a batch, counting every sequence at its full length. For example, a
 batch can have 128 sequences of 4,096 tokens.
 """
+ONLY_IN_VLLM = {
+    "adapt_draft_budget": "the draft budget never changes",
+    "draft_weights": "drafts use the model's own weights",
+    "guess_head": "guesses come only from history",
+    "meter_schedule": "only the acceptance of the draft schedule is measured",
+}
+"""Settings that this engine does not support, and what it does instead."""
 
 
 class HFEngine(Engine, Scorer, Ranker):
@@ -75,8 +82,7 @@ class HFEngine(Engine, Scorer, Ranker):
     are scored together. If ``autocast`` is given, the model runs under autocast to this dtype.
 
     Raises UnsupportedModel or ConfigError if ``set_schedule`` rejects the model or the schedule.
-    Raises ConfigError if ``draft_weights`` or ``guess_head`` is set, because only vLLM supports
-    these settings.
+    Raises ConfigError if a setting in ``ONLY_IN_VLLM`` is set.
     """
 
     def __init__(
@@ -99,17 +105,7 @@ class HFEngine(Engine, Scorer, Ranker):
                 f"{type(model).__name__} has linear-attention layers, whose state cannot be restored "
                 "after a rejected draft; use mode dense or lossy, or a model without them"
             )
-        if self.decoding.draft_weights != "auto":
-            raise ConfigError(
-                f"draft_weights is {self.decoding.draft_weights!r}, but transformers drafts with "
-                "the model's own weights; leave draft_weights out, or use engine vllm"
-            )
-        if self.decoding.guess_head is not None:
-            raise ConfigError(
-                f"guess_head is {self.decoding.guess_head!r}, but engine hf takes guesses "
-                "only from history; leave guess_head out, or use engine vllm"
-            )
-
+        _check_settings(self.decoding)
         self._eos = torch.tensor(list(eos_ids), device=model.device)
         self._autocast = autocast
         self._counters = Counters(0, 0)
@@ -128,14 +124,8 @@ class HFEngine(Engine, Scorer, Ranker):
     def generate(self, prompts: Sequence[Sequence[int]], sampling: Sampling) -> list[Rollout]:
         """See ``Engine.generate``. Prompts of similar length are decoded together.
 
-        Raises ConfigError if a prompt leaves no room for a response, or if ``meter_schedule`` is
-        set, because only vLLM supports this setting.
+        Raises ConfigError if a prompt leaves no room for a response.
         """
-        if self.decoding.meter_schedule is not None:
-            raise ConfigError(
-                "only vLLM can measure meter_schedule; "
-                "leave meter_schedule out, or sample with --engine vllm"
-            )
         sampling.check(prompts, self.model.config.get_text_config().max_position_embeddings)
         order = sorted(range(len(prompts)), key=lambda i: (len(prompts[i]), i))
         seeds = sampling.request_seeds(len(prompts))
@@ -595,6 +585,18 @@ def load_config(name: str) -> dict[str, Any]:
             f"cannot load the config of {name!r} ({_reason(error)}); pass the path of its "
             "config.json"
         ) from error
+
+
+def _check_settings(decoding: Decoding) -> None:
+    """Raise ConfigError if a setting in ``ONLY_IN_VLLM`` is set."""
+    defaults = Decoding.lossless()
+    for name, instead in ONLY_IN_VLLM.items():
+        value = getattr(decoding, name)
+        if value not in (False, getattr(defaults, name)):
+            raise ConfigError(
+                f"{name} is {value!r}, but in engine hf, {instead}; leave {name} out, or use "
+                "engine vllm"
+            )
 
 
 def start(asked: Asked) -> HFEngine:

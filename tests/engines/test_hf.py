@@ -2,6 +2,7 @@
 models and settings must raise errors.
 """
 
+from contextlib import nullcontext
 from dataclasses import replace
 
 import numpy as np
@@ -133,16 +134,19 @@ def test_head_budgets_for_a_different_model_raise_an_error():
         HFEngine(tiny_model("llama-mha"), UNEVEN, eos_ids=[])
 
 
-def test_separate_draft_weights_are_refused():
-    with pytest.raises(
-        ConfigError, match=r"draft_weights is 'fp8', but .*; leave draft_weights out, or use"
-    ):
-        HFEngine(tiny_model(), Decoding.lossless("fixed:2", draft_weights="fp8"), eos_ids=[])
-
-
-def test_guess_head_is_refused():
-    decoding = Decoding.lossless("fixed:2", guess_tokens=3, guess_head="h")
-    with pytest.raises(ConfigError, match=r"guess_head is 'h', but .*; leave guess_head out, or"):
+@pytest.mark.parametrize(
+    ("asked", "message"),
+    [
+        (dict(adapt_draft_budget=True), r"adapt_draft_budget is True, but .*; leave adapt_draft_b"),
+        (dict(draft_weights="fp8"), r"draft_weights is 'fp8', but .*; leave draft_weights out, or"),
+        (dict(guess_tokens=3, guess_head="h"), r"guess_head is 'h', but .*; leave guess_head out"),
+        (dict(meter_schedule="fixed:2"), r"meter_schedule is Spars.*, but .*; leave meter_sched"),
+        (dict(adapt_draft_budget=False), None),
+    ],
+)
+def test_settings_that_only_vllm_supports_are_refused(asked, message):
+    decoding = Decoding.lossless("fixed:2", **asked)
+    with pytest.raises(ConfigError, match=f"^{message}") if message else nullcontext():
         HFEngine(tiny_model(), decoding, eos_ids=[])
 
 
@@ -387,14 +391,6 @@ def test_engine_detects_that_sparse_attention_did_not_run():
         match=r"made 0 sparse attention calls in 4 decode steps, expected 8; .*'sdpa'",
     ):
         engine.generate([[1, 2, 3]], Sampling(max_new_tokens=5))
-
-
-def test_meter_schedule_is_refused():
-    decoding = Decoding.lossless(SparsitySchedule.fixed(1), meter_schedule="fixed:2")
-    with pytest.raises(ConfigError, match="only vLLM can measure meter_schedule; leave meter_"):
-        HFEngine(tiny_model(), decoding, eos_ids=[]).generate(
-            [[1, 2, 3]], Sampling(max_new_tokens=5)
-        )
 
 
 AUTO = SparsitySchedule(top_k=(1,), bin_tokens=32, page_size=8, dense_layers=(0,))

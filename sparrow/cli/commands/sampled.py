@@ -107,14 +107,19 @@ class WithLists(FromPrompts):
         """
         from sparrow.cli import loading
         from sparrow.cli.terminal import note
+        from sparrow.decoding import Decoding
 
         model, tokenizer, prompts = self.load_prompts()
-        loaded = model, tokenizer, decoding, self.precision
-        scorer = loading.load_scorer(*loaded)
+        scorer_samples = parse_engine(self.engine).kind.shares_model
+        # A scorer that doesn't sample needs none of the settings of the engine that does.
+        of_scorer = decoding if scorer_samples else Decoding.lossy(decoding.schedule)
+        scorer = loading.load_scorer(model, tokenizer, of_scorer, self.precision)
         note(f"starting the engine {self.engine}")
-        if parse_engine(self.engine).kind.shares_model:
+        if scorer_samples:
             sampler: Engine = scorer
         else:
-            sampler = loading.load_engine(self.engine, self.model, *loaded)
+            sampler = loading.load_engine(
+                self.engine, self.model, model, tokenizer, decoding, self.precision
+            )
         with closing(sampler):
             yield sampler, scorer, prompts

@@ -1,5 +1,6 @@
 """Test how commands interpret ``mode``, and which settings they refuse."""
 
+import io
 import json
 from dataclasses import fields
 
@@ -300,6 +301,20 @@ def test_measurement_uses_a_fixed_draft_schedule(asked, adapts, measured_with):
 def test_measurement_checks_all_guesses_with_sparse_passes(guesses, adapts, measured_with):
     """An adaptive number of drafts includes guesses alone, whose acceptance is not measured."""
     assert measured_with("--guess-tokens", guesses).adapt_draft_tokens is adapts
+
+
+def test_settings_for_vllm_do_not_reach_the_scorer(monkeypatch):
+    """The scorer is a transformers engine, which would refuse them."""
+    command = Measure(model="m", task="trace", engine="vllm")
+    decoding = Decoding.lossless("fixed:2", draft_weights="fp8")
+    started = []
+    monkeypatch.setattr(Measure, "load_prompts", lambda self: (None, None, []))
+    monkeypatch.setattr(loading, "load_scorer", lambda *asked: started.append(asked[2]))
+    monkeypatch.setattr(
+        loading, "load_engine", lambda *asked: started.append(asked[4]) or io.StringIO()
+    )
+    with command.load_sampler(decoding):
+        assert started == [Decoding.lossy("fixed:2"), decoding]
 
 
 def test_measurement_in_lossless_mode_reports_the_acceptance_of_drafts(
