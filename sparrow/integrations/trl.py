@@ -30,7 +30,7 @@ from trl import GRPOConfig, GRPOTrainer
 
 from sparrow.decoding import Decoding
 from sparrow.engines.base import total
-from sparrow.engines.vllm.client import check_settings, tally
+from sparrow.engines.vllm.client import check_mode, check_settings, tally
 from sparrow.errors import ConfigError, EngineError, SparrowError
 from sparrow.integrations.metrics import counter_metrics
 from sparrow.integrations.sampling import NEUTRAL, check_whole_softmax
@@ -117,16 +117,12 @@ class SparseGRPOTrainer(Trainer):
 
         self._described = self._rpc("sparrow_describe")
         self.schedule = SparsitySchedule.from_dict(self._described[0]["schedule"])
-        mode = self._described[0]["mode"]
-        self._is_lossless = mode == "lossless"
-        if decoding is not None and self._is_lossless != decoding.is_lossless:
-            raise ConfigError(
-                f"TRL's vLLM server runs in mode {mode!r}, not {decoding.mode!r}, and cannot "
-                "change its mode; start it with "
-                f'--additional-config \'{{"sparrow": "{decoding.mode}"}}\', or leave schedule out'
-            )
-        if decoding is not None and self._is_lossless and self.vllm_mode == "server":
-            check_settings(decoding, self._described[0], "TRL's vLLM server")
+        self._is_lossless = self._described[0]["mode"] == "lossless"
+        if decoding is not None:
+            server = "TRL's vLLM server"
+            check_mode(decoding, self._described[0], server, "leave schedule out")
+            if self._is_lossless and self.vllm_mode == "server":
+                check_settings(decoding, self._described[0], server)
         if decoding is not None and decoding.schedule != self.schedule:
             self.set_schedule(decoding.schedule)
         self._counted()  # to drop the counts from vLLM's own warm-up

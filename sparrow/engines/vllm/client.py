@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import logging
 import os
+import shlex
 import shutil
 import tempfile
 from abc import ABC, abstractmethod
@@ -140,6 +142,32 @@ class Client(ABC):
                 else "densely, so their KV cache differs from the actor's",
             )
         return counters
+
+
+def check_mode(
+    decoding: Decoding, described: Mapping[str, Any], server: str, otherwise: str
+) -> None:
+    """Check that a running server verifies drafts if these settings are for lossless mode, and only
+    then, because a running server can't change this.
+
+    Args:
+        decoding: the settings that are asked for.
+        described: a worker's ``sparrow_describe`` result.
+        server: the server, for the error message.
+        otherwise: what to do instead of restarting the server.
+
+    Raises ConfigError with options for ``vllm serve`` if the mode differs.
+    """
+    mode = described["mode"]
+    if decoding.is_lossless == (mode == "lossless"):
+        return
+    setting = shlex.quote(json.dumps({"sparrow": decoding.to_dict()}))
+    # Only lossless mode chooses the backend itself. On a CPU, there is only one.
+    backend = "" if decoding.is_lossless else " and, on a GPU, --attention-backend CUSTOM"
+    raise ConfigError(
+        f"{server} runs in mode {mode!r}, not {decoding.mode!r}, and cannot change its mode; start "
+        f"it with --additional-config {setting}{backend}, or {otherwise}"
+    )
 
 
 def check_settings(decoding: Decoding, described: Mapping[str, Any], server: str) -> None:

@@ -24,7 +24,7 @@ from torch import Tensor
 from sparrow.decoding import Decoding
 from sparrow.engines.base import Counters
 from sparrow.engines.registry import Asked
-from sparrow.engines.vllm.client import Client, check_settings, rollout
+from sparrow.engines.vllm.client import Client, check_mode, check_settings, rollout
 from sparrow.errors import ConfigError, EngineError
 from sparrow.rollout import Rollout, Sampling
 from sparrow.schedule import SparsitySchedule
@@ -223,16 +223,11 @@ class VLLMServer(HTTPClient):
     ) -> None:
         super().__init__(url, controls)
         decoding = Decoding.load(schedule)
+        server = f"the server at {self._url}"
         mode = self._described[0]["mode"]
-        if decoding.is_lossless != self._is_lossless:
-            raise ConfigError(
-                f"the server at {self._url} runs in mode {mode!r}, not {decoding.mode!r}, and "
-                "cannot change its mode; start it with "
-                f'--additional-config \'{{"sparrow": "{decoding.mode}"}}\', or use mode '
-                f"{mode!r}"
-            )
+        check_mode(decoding, self._described[0], server, f"use mode {mode!r}")
         if self._is_lossless:
-            check_settings(decoding, self._described[0], f"the server at {self._url}")
+            check_settings(decoding, self._described[0], server)
         if decoding.schedule != self.schedule:
             self.set_schedule(decoding.schedule)
 

@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import json
 import os
+import shlex
 import socket
 import struct
 import sys
@@ -284,13 +285,25 @@ def test_generation_works_inside_a_running_event_loop(pretender):
     assert [r.response_ids.tolist() for r in asyncio.run(cell())] == [[3], [3]]
 
 
-def test_server_in_a_different_mode_raises_an_error_with_the_remedy(pretender):
-    url, _ = pretender
-    with pytest.raises(
-        ConfigError,
-        match=r"runs in mode 'lossy', not 'lossless'.*start it with --additional-config",
-    ):
-        VLLMServer(url, Decoding.lossless(SCHEDULE))
+@pytest.mark.parametrize(
+    ("runs", "asked"),
+    [
+        ("lossy", Decoding.lossless(SCHEDULE, draft_tokens=3)),
+        ("lossless", Decoding.lossy(SCHEDULE)),
+        ("lossless", Decoding.lossy("dense")),
+    ],
+)
+def test_server_in_a_different_mode_raises_an_error_with_the_remedy(pretender, runs, asked):
+    url, state = pretender
+    state["described"] = {"mode": runs}
+    with pytest.raises(ConfigError) as caught:
+        VLLMServer(url, asked)
+    said = str(caught.value)
+    assert f"runs in mode '{runs}', not '{asked.mode}', and" in said
+    assert ("--attention-backend CUSTOM" in said) == (not asked.is_lossless)
+    words = shlex.split(said.partition("start it with ")[2].rpartition(", or use mode")[0])
+    assert words[0] == "--additional-config"
+    assert Decoding.load(json.loads(words[1])["sparrow"]) == asked
 
 
 @pytest.mark.parametrize(
