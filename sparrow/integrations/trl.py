@@ -30,7 +30,7 @@ from trl import GRPOConfig, GRPOTrainer
 
 from sparrow.decoding import Decoding
 from sparrow.engines.base import total
-from sparrow.engines.vllm.client import check_mode, check_settings, tally
+from sparrow.engines.vllm.client import check_mode, check_settings, refusal, tally
 from sparrow.errors import ConfigError, EngineError, SparrowError
 from sparrow.integrations.metrics import counter_metrics
 from sparrow.integrations.sampling import NEUTRAL, check_whole_softmax
@@ -254,7 +254,7 @@ class SparseGRPOTrainer(Trainer):
 def _ask(client: Any, method: str, args: Sequence[Any]) -> list[Any]:
     """Call a method on the workers of a server, through TRL's client.
 
-    Raises EngineError if no vLLM server answers. Raises ConfigError if it refuses the call.
+    Raises EngineError if no vLLM server answers, or an error by ``refusal`` if it refuses the call.
     """
     url = client.base_url
     try:
@@ -264,11 +264,7 @@ def _ask(client: Any, method: str, args: Sequence[Any]) -> list[Any]:
             f"no vLLM server answers at {url} ({error}); start one, and resume training"
         ) from error
     if answer.status_code != 200:
-        raise ConfigError(
-            f"the vLLM server at {url} refused {method} ({answer.status_code} "
-            f"{answer.text[:300]}); start it with VLLM_SERVER_DEV_MODE=1 and a Sparrow "
-            "schedule that allows this"
-        )
+        raise refusal(url, method, answer.status_code, answer.text[:500])
     try:
         return answer.json()["results"]
     except (ValueError, KeyError) as error:

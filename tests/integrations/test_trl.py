@@ -285,13 +285,13 @@ def served(client, is_main=True):
 
 
 def test_server_without_sparrow_raises_an_error():
-    refusal = SimpleNamespace(status_code=500, text="no attribute sparrow_describe")
+    refusal = SimpleNamespace(status_code=400, text="Call to collective_rpc method failed: x")
     client = SimpleNamespace(
         base_url="http://h:1", session=SimpleNamespace(post=lambda *a, **k: refusal)
     )
     trainer = served(client)
     with pytest.raises(
-        ConfigError, match=r"http://h:1 refused sparrow_describe \(500 .*Sparrow schedule"
+        ConfigError, match=r"http://h:1 refused sparrow_describe \(400: .*start it with Sparrow and"
     ):
         trainer._rpc("sparrow_describe")
 
@@ -307,7 +307,7 @@ def proxy_page(*args, **kwargs):
 @pytest.mark.parametrize(
     "post, error, match",
     [
-        (lambda *a, **k: SimpleNamespace(status_code=500, text="no"), ConfigError, "refused drop"),
+        (lambda *a, **k: SimpleNamespace(status_code=500, text="no"), EngineError, "refused drop"),
         (unreachable, EngineError, r"no vLLM server answers at http://h:1 \(connection refused\)"),
         (
             proxy_page,

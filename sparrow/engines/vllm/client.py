@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import json
 import logging
 import os
@@ -27,6 +28,8 @@ from sparrow.schedule import SparsitySchedule
 logger = logging.getLogger(__name__)
 
 SHARED_MEMORY = "/dev/shm"
+METHOD_FAILED = "method failed"
+"""Part of vLLM's message for an exception in a method that ``collective_rpc`` called."""
 CHUNK_BYTES = 2**30  # approximate size of the files used to pass weights to other processes
 WHOLE_SOFTMAX: Mapping[str, float] = {
     "top_k": 0,
@@ -142,6 +145,32 @@ class Client(ABC):
                 else "densely, so their KV cache differs from the actor's",
             )
         return counters
+
+
+def refusal(url: str, method: str, status: int, reason: str) -> SparrowError:
+    """Make the error for a worker's method that a server did not run.
+
+    Args:
+        url: the server's address.
+        method: the name of the method.
+        status: the HTTP status of the server's response.
+        reason: the server's response.
+    """
+    refused = f"the vLLM server at {url} refused {method} ({status}: {reason})"
+    if status == 404:
+        return ConfigError(f"{refused}; start it with VLLM_SERVER_DEV_MODE=1")
+    # Only then did the method itself fail. Otherwise, the engine may be dead.
+    if METHOD_FAILED in reason:
+        if method == "sparrow_describe":
+            return ConfigError(f"{refused}; start it with Sparrow and a mode or a schedule")
+        if method == "sparrow_set_schedule":
+            return ConfigError(f"{refused}; start it with a Sparrow schedule that allows this")
+        if method == "sparrow_load_weights" and os.strerror(errno.ENOENT) in reason:
+            return ConfigError(
+                f"{refused}; run it on this machine, where it can read the files in "
+                f"{SHARED_MEMORY} that pass on the weights"
+            )
+    return EngineError(f"{refused}; see the server's log for the cause")
 
 
 def check_mode(

@@ -24,7 +24,7 @@ from torch import Tensor
 from sparrow.decoding import Decoding
 from sparrow.engines.base import Counters
 from sparrow.engines.registry import Asked
-from sparrow.engines.vllm.client import Client, check_mode, check_settings, rollout
+from sparrow.engines.vllm.client import Client, check_mode, check_settings, refusal, rollout
 from sparrow.errors import ConfigError, EngineError
 from sparrow.rollout import Rollout, Sampling
 from sparrow.schedule import SparsitySchedule
@@ -154,12 +154,7 @@ class HTTPClient(Client):
         try:
             return json.loads(self._request("POST", "/collective_rpc", body))["results"]
         except HTTPStatusError as error:
-            remedy = "a Sparrow schedule that allows this"
-            if error.status == 404:
-                remedy = "VLLM_SERVER_DEV_MODE=1"
-            raise ConfigError(
-                f"the vLLM server at {self._url} refused {method} ({error}); start it with {remedy}"
-            ) from error
+            raise refusal(self._url, method, error.status, error.text) from error
 
     def reset_prefix_cache(self) -> bool:
         answer = self._request("POST", "/reset_prefix_cache")
@@ -288,6 +283,7 @@ class HTTPStatusError(EngineError):
     def __init__(self, status: int, path: str, text: str) -> None:
         super().__init__(status, path, text)
         self.status = status
+        self.text = text
 
     def __str__(self) -> str:
         status, path, text = self.args

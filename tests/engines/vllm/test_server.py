@@ -74,7 +74,9 @@ class Pretender(BaseHTTPRequestHandler):
             "sparrow_counters": [counters],
             "sparrow_acceptance": [acceptance],
         }
-        if self.path != "/inference/v1/generate":
+        if body.get("method") in state["refuses"]:
+            self.answer(*state["refuses"][body["method"]])
+        elif self.path != "/inference/v1/generate":
             self.answer({"success": True, "results": results.get(body.get("method"))})
         elif state["generate"] == "die":
             state["wait"].wait(0.3 * (state["calls"].count(self.path) > 3))
@@ -150,6 +152,7 @@ def pretender(monkeypatch) -> Iterator[tuple[str, dict]]:
         "end": "stop",
         "described": {},
         "preemptions": 0,
+        "refuses": {},  # responses to the methods that fail
         "calls": [],
         "sent": [],
         "clients": [],
@@ -351,6 +354,40 @@ def test_truncation_options_are_sent_in_lossy_mode_and_refused_in_lossless_mode(
     ):
         engine.generate([[1]], Sampling(4, top_p=0.7))
     engine.generate([[1]], SAMPLING)
+
+
+FAILED = "Call to collective_rpc method failed: "
+DEAD = "EngineCore encountered an issue. See stack trace (above) for the root cause."
+
+
+@pytest.mark.parametrize(
+    ("method", "answer", "error", "message"),
+    [
+        ("describe", ("Not Found", 404), ConfigError, "start it with VLLM_SERVER_DEV_MODE=1"),
+        ("describe", (FAILED + "no attribute", 500), ConfigError, "start it with Sparrow and a mo"),
+        ("set_schedule", (FAILED + "the page layout", 500), ConfigError, "schedule that allows"),
+        ("set_schedule", (DEAD, 500), EngineError, "see the server's log"),
+        (
+            "load_weights",
+            (FAILED + "No such file or directory: '/dev/shm/x'", 500),
+            ConfigError,
+            "run it on this machine, where it can read the files in /dev/shm",
+        ),
+        ("load_weights", (FAILED + "named 'visual'", 500), EngineError, "named 'visual'.* log"),
+        ("counters", (DEAD, 500), EngineError, "EngineCore encountered"),
+    ],
+)
+def test_failing_calls_are_reported_with_their_own_remedy(
+    pretender, method, answer, error, message
+):
+    url, state = pretender
+    state["refuses"]["sparrow_" + method] = answer
+    with pytest.raises((ConfigError, EngineError), match=message) as caught:
+        client = VLLMServer(url, SCHEDULE)
+        client.update_weights([("a", torch.zeros(2))])
+        client.set_schedule(SCHEDULE.replace(top_k=(1, 2)))
+    assert type(caught.value) is error
+    assert f"refused sparrow_{method} ({answer[1]}: {answer[0]})" in str(caught.value)
 
 
 @pytest.mark.parametrize("mode", ["lossless", "lossy", "dense"])
