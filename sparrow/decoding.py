@@ -106,11 +106,11 @@ class LosslessSettings:
     # A second schedule, whose acceptance is also measured. Options take the schedule's name, and
     # ``Decoding`` takes the loaded schedule.
     meter_schedule: Any = None
-    # Lossless in vLLM: the number of cycles between measurements of meter_schedule.
-    meter_every: Annotated[int, AtLeast(1)] = METER_EVERY
+    # Lossless in vLLM: the number of cycles between measurements of meter_schedule. 16 by default.
+    meter_every: Annotated[int, AtLeast(1)] | None = None
 
 
-OPTIONAL = ("adapt_draft_budget", "guess_lookup_min")
+OPTIONAL = ("adapt_draft_budget", "guess_lookup_min", "meter_every")
 """Numbers and switches that may be None. Their defaults then depend on other settings."""
 ALWAYS_WRITTEN = ("draft_tokens", "adapt_draft_tokens")
 """Settings that ``Decoding.to_dict`` writes even at their defaults."""
@@ -170,6 +170,11 @@ class Decoding(LosslessSettings):
             raise ConfigError(
                 f"guess_lookup_min is {self.guess_lookup_min}, but without a guess_head, all "
                 "guesses come from history; set guess_head, or leave guess_lookup_min out"
+            )
+        if self.meter_every is not None and self.meter_schedule is None:
+            raise ConfigError(
+                f"meter_every is {self.meter_every}, but without a meter_schedule, nothing is "
+                "measured; set meter_schedule, or leave meter_every out"
             )
         if self.draft_weights not in get_args(DraftWeights):
             raise ConfigError(
@@ -283,6 +288,11 @@ class Decoding(LosslessSettings):
             return 0
         return GUESS_LOOKUP_MIN if self.guess_lookup_min is None else self.guess_lookup_min
 
+    @property
+    def meter_cycles(self) -> int:
+        """The number of cycles between measurements of ``meter_schedule``."""
+        return METER_EVERY if self.meter_every is None else self.meter_every
+
     def to_dict(self) -> dict[str, Any]:
         """Convert to plain types that ``load`` can read back.
 
@@ -297,11 +307,8 @@ class Decoding(LosslessSettings):
             value = getattr(self, setting.name)
             if value != setting.default or setting.name in ALWAYS_WRITTEN:
                 written[setting.name] = value
-        if self.meter_schedule is None:
-            written.pop("meter_every", None)
-        else:
+        if self.meter_schedule is not None:
             written["meter_schedule"] = self.meter_schedule.to_dict()
-            written["meter_every"] = self.meter_every
         return written
 
     def with_schedule(self, schedule: SparsitySchedule) -> Decoding:

@@ -52,6 +52,10 @@ def test_mode_name_alone_selects_the_defaults_of_that_mode():
             Decoding("lossless", DRAFT_SCHEDULE, meter_schedule=TABLE, meter_every=3),
         ),
         (
+            {"mode": "lossless", "meter_schedule": TABLE.to_dict()},
+            Decoding("lossless", DRAFT_SCHEDULE, meter_schedule=TABLE),
+        ),
+        (
             ' {"mode": "lossless", "draft_tokens": 2}',
             Decoding("lossless", DRAFT_SCHEDULE, draft_tokens=2),
         ),
@@ -142,6 +146,10 @@ def test_history_guesses_beside_a_head_unless_that_is_turned_off(options, least)
             {"mode": "lossless", "meter_every": 0},
             "meter_every must be an integer of at least 1, got 0",
         ),
+        (
+            {"mode": "lossless", "meter_every": 16},
+            "meter_every is 16, but without a meter_schedule, .*, or leave meter_every out",
+        ),
         ({"mode": "lossless", "meter_schedule": "loseless"}, "no schedule 'loseless'"),
         (
             {"mode": "lossless", "adapt_draft_tokens": 1},
@@ -228,6 +236,11 @@ def test_draft_budget_adapts_unless_draft_settings_rule_it_out(setting, adapts):
     assert decoding.draft_budgets == (DRAFT_BUDGETS if adapts else (1.0,))
     assert Decoding.load(decoding.to_dict()).draft_budgets == decoding.draft_budgets
     assert Decoding.load("fixed:9").draft_budgets == Decoding.load("dense").draft_budgets == (1.0,)
+
+
+def test_the_meter_measures_every_16_cycles_by_default():
+    assert Decoding.lossless(meter_schedule=TABLE).meter_cycles == 16
+    assert Decoding.lossless(meter_schedule=TABLE, meter_every=3).meter_cycles == 3
 
 
 def test_acceptance_predicted_for_another_budget_matches_a_hand_calculation():

@@ -353,6 +353,8 @@ class Runtime:
             settings["adapt_draft_budget"] = len(self.budgets) > 1
             if self.decoding.guess_head is not None:
                 settings["guess_lookup_min"] = self.decoding.lookup_min
+            if self.decoding.meter_schedule is not None:
+                settings["meter_every"] = self.decoding.meter_cycles
         return {
             "mode": self.decoding.mode,
             **settings,

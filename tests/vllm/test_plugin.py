@@ -197,7 +197,8 @@ def test_description_includes_the_lossless_settings():
     told = Runtime(asked, max_rows=8, max_length=400, device=torch.device("cpu")).describe()
     settings = asked.to_dict()
     assert settings.pop("draft_schedule") == told["schedule"]
-    assert len(settings) == 5 and settings.items() <= told.items()
+    assert len(settings) == 4 and settings.items() <= told.items()
+    assert told["meter_every"] == 16
     assert runtime().describe()["mode"] == "lossy" and "draft_tokens" not in runtime().describe()
 
 

@@ -296,7 +296,7 @@ class SparseDrafter:
         assert self._metered_logits is not None
         return Metered(
             schedule,
-            runtime.decoding.meter_every,
+            runtime.decoding.meter_cycles,
             runtime.pages.of(schedule).to(self._vllm.device),
             self._metered_logits,
             self._tally(schedule),

@@ -309,6 +309,9 @@ def test_server_in_a_different_mode_raises_an_error_with_the_remedy(pretender, r
     assert Decoding.load(json.loads(words[1])["sparrow"]) == asked
 
 
+OTHER = SCHEDULE.replace(top_k=(1, 2))
+
+
 @pytest.mark.parametrize(
     ("asked", "message"),
     [
@@ -323,7 +326,10 @@ def test_server_in_a_different_mode_raises_an_error_with_the_remedy(pretender, r
         ),
         (dict(drafter_invariant=True), "has drafter_invariant False, not True"),
         (dict(draft_weights="fp8"), "has draft_weights 'auto', not 'fp8', and cannot change it"),
-        (dict(meter_schedule=SCHEDULE), "has meter_schedule None, not {'top_k'.*"),
+        (dict(meter_schedule=SCHEDULE), "has meter_schedule {'top_k'.*, not {'top_k'.*"),
+        (dict(meter_schedule=OTHER, meter_every=8), "has meter_every 16, not 8, and cannot change"),
+        (dict(meter_schedule=OTHER, meter_every=16), None),
+        (dict(meter_schedule=OTHER), None),
         (dict(draft_tokens=4), None),
         ({}, None),  # omitted settings keep the server's values
     ],
@@ -335,6 +341,8 @@ def test_lossless_settings_that_contradict_the_server_raise_an_error(pretender, 
         "draft_tokens": 4,
         "adapt_draft_tokens": True,
         "adapt_draft_budget": True,
+        "meter_schedule": OTHER.to_dict(),
+        "meter_every": 16,
     }
     with pytest.raises(ConfigError, match=message) if message else contextlib.nullcontext():
         VLLMServer(url, Decoding.lossless(SCHEDULE, **asked))
