@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields, replace
+from difflib import get_close_matches
 from typing import Annotated, Any, Literal, NamedTuple, get_args
 
 from sparrow.errors import ConfigError
@@ -232,7 +233,7 @@ class Decoding(LosslessSettings):
         if isinstance(value, str) and value in get_args(Mode):
             value = {"mode": value}
         if not isinstance(value, Mapping):
-            return cls.lossy(value)
+            return _named(value)
         if "mode" not in value:
             if named := [name for name in value if name in ("schedule", *LOSSLESS_SETTINGS)]:
                 raise ConfigError(
@@ -324,6 +325,21 @@ def acceptance_at(acceptance: float, multiple: float) -> float:
     ``acceptance`` is the acceptance with the original budget.
     """
     return 1 - min(1.0, (1 - acceptance) * multiple**-BUDGET_POWER)
+
+
+def _named(schedule: Any) -> Decoding:
+    """Build lossy or dense mode from the name or file of a schedule.
+
+    Raises ConfigError if it can't be read. If it may be a misspelt mode, the message lists modes.
+    """
+    try:
+        return Decoding.lossy(schedule)
+    except ConfigError as error:
+        if not get_close_matches(str(schedule), get_args(Mode)):
+            raise
+        raise ConfigError(
+            f"no mode {schedule!r}, expected one of {get_args(Mode)}, and {error}"
+        ) from error
 
 
 def _schedule(value: Any) -> SparsitySchedule:

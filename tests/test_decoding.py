@@ -207,7 +207,11 @@ def test_history_guesses_beside_a_head_unless_that_is_turned_off(options, least)
         ('{"mode": ', "is not valid JSON"),
         ('{"top_k": [9], "top_k": [1]}', "the key 'top_k' occurs twice"),
         ({"mode": ["lossless"]}, r"unknown mode \['lossless'\]"),
-        ("loseless", "no schedule 'loseless'"),
+        (
+            "loseless",
+            r"^no mode 'loseless', expected one of .*, and no schedule 'loseless': expect",
+        ),
+        ("qwen3-4b-0.8", "^no schedule 'qwen3-4b-0.8': expected"),
         ({"draft_tokens": 3}, "'draft_tokens' needs a mode; set mode to one of"),
         ({"schedule": "fixed:9"}, "'schedule' needs a mode"),
     ],
