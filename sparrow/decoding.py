@@ -130,6 +130,8 @@ class Decoding(LosslessSettings):
     # auto; in mode dense, this schedule reads everything
     schedule: SparsitySchedule
     meter_schedule: SparsitySchedule | None = field(default=None, kw_only=True)
+    # in mode lossless, whether the draft schedule was left out; a running server then keeps its own
+    has_default_schedule: bool = field(default=False, kw_only=True, compare=False, repr=False)
 
     def __post_init__(self) -> None:
         if self.mode not in get_args(Mode):
@@ -192,7 +194,13 @@ class Decoding(LosslessSettings):
         """
         schedule = DRAFT_SCHEDULE if draft_schedule is None else _schedule(draft_schedule)
         metered = None if meter_schedule is None else _schedule(meter_schedule)
-        return cls("lossless", schedule, meter_schedule=metered, **options)
+        return cls(
+            "lossless",
+            schedule,
+            meter_schedule=metered,
+            has_default_schedule=draft_schedule is None,
+            **options,
+        )
 
     @classmethod
     def lossy(cls, schedule: Any) -> Decoding:
@@ -316,7 +324,9 @@ class Decoding(LosslessSettings):
         """Return these settings with another schedule. If the mode doesn't verify, the new mode is
         dense or lossy, depending on the schedule.
         """
-        return replace(self, schedule=schedule) if self.verifies else Decoding.lossy(schedule)
+        if not self.verifies:
+            return Decoding.lossy(schedule)
+        return replace(self, schedule=schedule, has_default_schedule=False)
 
 
 def acceptance_at(acceptance: float, multiple: float) -> float:

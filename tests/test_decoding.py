@@ -1,6 +1,7 @@
 """Test the settings that say how to decode."""
 
 import json
+from dataclasses import replace
 
 import pytest
 
@@ -245,6 +246,15 @@ def test_draft_budget_adapts_unless_draft_settings_rule_it_out(setting, adapts):
 def test_the_meter_measures_every_16_cycles_by_default():
     assert Decoding.lossless(meter_schedule=TABLE).meter_cycles == 16
     assert Decoding.lossless(meter_schedule=TABLE, meter_every=3).meter_cycles == 3
+
+
+def test_a_default_draft_schedule_can_be_told_from_the_same_schedule_given():
+    default = Decoding.load("lossless")
+    given = Decoding.load({"mode": "lossless", "draft_schedule": DRAFT_SCHEDULE.to_dict()})
+    assert default.has_default_schedule and not given.has_default_schedule
+    assert default == given and default.to_dict() == given.to_dict()
+    assert replace(default, draft_tokens=3).has_default_schedule
+    assert not default.with_schedule(DRAFT_SCHEDULE).has_default_schedule
 
 
 def test_acceptance_predicted_for_another_budget_matches_a_hand_calculation():

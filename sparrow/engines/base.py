@@ -127,6 +127,11 @@ class Engine(Protocol):
     ``vllm.VLLMEngine``, ``vllm.VLLMServer``.
     """
 
+    @property
+    def schedule(self) -> SparsitySchedule:
+        """The current schedule for decode steps, or for drafts in lossless mode."""
+        ...
+
     def generate(self, prompts: Sequence[Sequence[int]], sampling: Sampling) -> list[Rollout]:
         """Sample one response per prompt, in order. Repeat a prompt to get several responses.
 

@@ -123,8 +123,8 @@ class SparseGRPOTrainer(Trainer):
             check_mode(decoding, self._described[0], server, "leave schedule out")
             if self._is_lossless and self.vllm_mode == "server":
                 check_settings(decoding, self._described[0], server)
-        if decoding is not None and decoding.schedule != self.schedule:
-            self.set_schedule(decoding.schedule)
+            if not decoding.has_default_schedule and decoding.schedule != self.schedule:
+                self.set_schedule(decoding.schedule)
         self._counted()  # to drop the counts from vLLM's own warm-up
 
     def set_schedule(self, schedule: SparsitySchedule) -> None:

@@ -375,7 +375,7 @@ def test_server_with_other_lossless_settings_raises_an_error(monkeypatch):
         self.vllm_generation = None
         self.vllm_mode = "server"
 
-    theirs = Decoding.lossless(draft_tokens=2)
+    theirs = Decoding.lossless("fixed:9", draft_tokens=2)
     described = [{"mode": "lossless", "draft_tokens": 2, "schedule": theirs.schedule.to_dict()}]
     monkeypatch.setattr(adapter.GRPOTrainer, "__init__", init)
     monkeypatch.setattr(adapter.SparseGRPOTrainer, "_rpc", lambda self, method: described)
@@ -384,7 +384,8 @@ def test_server_with_other_lossless_settings_raises_an_error(monkeypatch):
         ConfigError, match="TRL's vLLM server has draft_tokens 2, not 8, and cannot change it"
     ):
         adapter.SparseGRPOTrainer(schedule={"mode": "lossless", "draft_tokens": 8})
-    adapter.SparseGRPOTrainer(schedule="lossless")
+    kept = adapter.SparseGRPOTrainer(schedule="lossless")
+    assert kept.schedule == theirs.schedule  # because none is given
     adapter.SparseGRPOTrainer(schedule={"mode": "lossless", "draft_tokens": 2})
 
 

@@ -101,6 +101,13 @@ class Audit(DecodingOptions, FromPrompts):
                 spec, self.model, model, tokenizer, how, self.precision, audits=True
             )
 
+        def audited_engine() -> Engine:
+            nonlocal decoding
+            engine = made(self.engine, decoding)
+            if decoding.has_default_schedule:
+                decoding = decoding.with_schedule(engine.schedule)  # a server's own
+            return engine
+
         def ranker() -> AbstractContextManager[Ranker]:
             from sparrow.audit.run import ListRanker
             from sparrow.cli import loading
@@ -112,7 +119,7 @@ class Audit(DecodingOptions, FromPrompts):
             return closing(ListRanker(scorer, self.lists))
 
         audited = run_audit(
-            lambda: made(self.engine, decoding),
+            audited_engine,
             None if dense is None else lambda: made(dense, Decoding.lossy("dense")),
             ranker,
             prompts,

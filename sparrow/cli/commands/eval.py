@@ -90,6 +90,8 @@ class Eval(DecodingOptions, Sampled):
         with closing(
             load_engine(self.engine, self.model, model, tokenizer, decoding, self.precision)
         ) as engine:
+            if decoding.has_default_schedule:
+                schedules[decoding.mode] = engine.schedule  # a server's own
             made_by = {
                 "model": self.model,
                 "weights": weights_digest(model),

@@ -73,6 +73,8 @@ class Measure(DecodingOptions, WithLists):
         dense_up_to = float("inf") if decoding.mode == "lossless" else schedule.dense_up_to
         ceiling = Ceiling()
         with self.load_sampler(decoding) as (engine, scorer, prompts):
+            if decoding.has_default_schedule:
+                schedule = engine.schedule  # a server's own
             note(f"sampling and scoring {len(prompts)} responses")
             while longer:
                 sampling = longer

@@ -91,7 +91,7 @@ class Train(TrainOptions):
                 tokenizer,
                 task,
                 engine,
-                decoding.schedule,
+                engine.schedule,  # a server's own draft schedule, unless another one was given
                 Progress(self.steps) if main_process else lambda event, metrics: None,
                 closed_loop,
                 self._dial(model, decoding),

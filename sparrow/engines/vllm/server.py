@@ -201,7 +201,8 @@ class VLLMServer(HTTPClient):
     Args:
         url: the server's address, such as ``http://localhost:8000``.
         schedule: a lossy actor's schedule, or a ``Decoding``. A server with other page counts
-            switches to this schedule right away. The mode must match the server's. Every other
+            switches to this schedule right away, except that it keeps its own draft schedule if
+            none is given. The mode must match the server's. Every other
             lossless setting that differs from its default must also match, because a running server
             can't change these settings.
         controls: whether this client sets the server's schedule and weights. If processes share a
@@ -223,7 +224,7 @@ class VLLMServer(HTTPClient):
         check_mode(decoding, self._described[0], server, f"use mode {mode!r}")
         if self._is_lossless:
             check_settings(decoding, self._described[0], server)
-        if decoding.schedule != self.schedule:
+        if not decoding.has_default_schedule and decoding.schedule != self.schedule:
             self.set_schedule(decoding.schedule)
 
     def generate(self, prompts: Sequence[Sequence[int]], sampling: Sampling) -> list[Rollout]:

@@ -2,7 +2,9 @@
 
 import io
 import json
+from contextlib import contextmanager
 from dataclasses import fields
+from types import SimpleNamespace
 
 import pytest
 
@@ -315,6 +317,28 @@ def test_settings_for_vllm_do_not_reach_the_scorer(monkeypatch):
     )
     with command.load_sampler(decoding):
         assert started == [Decoding.lossy("fixed:2"), decoding]
+
+
+@pytest.mark.parametrize("options", [[], ["--draft-schedule", "fixed:61"]])
+def test_measurement_uses_a_servers_own_draft_schedule_unless_one_is_given(
+    monkeypatch, capsys, options
+):
+    own = SparsitySchedule.fixed(9)
+    used = []
+
+    @contextmanager
+    def load_sampler(self, decoding):
+        yield SimpleNamespace(schedule=own), None, []
+
+    def compare(engine, scorer, prompts, sampling, schedule):
+        used.append(schedule)
+        raise ConfigError("seen")
+
+    monkeypatch.setattr(Measure, "load_sampler", load_sampler)
+    monkeypatch.setattr("sparrow.engines.measure.compare", compare)
+    command = ["measure", "--mode", "lossless", "--model", "m", "--task", "trace", *options]
+    assert "seen" in fails(capsys, *command)
+    assert used == [SparsitySchedule.fixed(61) if options else own]
 
 
 def test_measurement_in_lossless_mode_reports_the_acceptance_of_drafts(

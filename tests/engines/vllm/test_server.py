@@ -18,7 +18,7 @@ import numpy as np
 import pytest
 import torch
 
-from sparrow.decoding import Decoding
+from sparrow.decoding import DRAFT_SCHEDULE, Decoding
 from sparrow.engines.base import Counters
 from sparrow.engines.vllm import VLLMServer, server
 from sparrow.engines.vllm.client import tally
@@ -346,6 +346,17 @@ def test_lossless_settings_that_contradict_the_server_raise_an_error(pretender, 
     }
     with pytest.raises(ConfigError, match=message) if message else contextlib.nullcontext():
         VLLMServer(url, Decoding.lossless(SCHEDULE, **asked))
+
+
+def test_a_server_keeps_its_own_draft_schedule_unless_another_one_is_given(pretender):
+    url, state = pretender
+    state["described"] = {"mode": "lossless"}
+    for asked in (Decoding.lossless(), "lossless", {"mode": "lossless", "draft_tokens": 12}):
+        assert VLLMServer(url, asked).schedule == SCHEDULE
+    assert "sparrow_set_schedule" not in state["calls"]
+    for given in (DRAFT_SCHEDULE, OTHER):
+        assert VLLMServer(url, Decoding.lossless(given)).schedule == given
+    assert state["calls"].count("sparrow_set_schedule") == 2
 
 
 def test_truncation_options_are_sent_in_lossy_mode_and_refused_in_lossless_mode(pretender):
