@@ -235,6 +235,10 @@ class SparsitySchedule:
 
         return self.replace(top_k=tuple(scaled(k) for k in self.top_k))
 
+    def reading_everything(self) -> SparsitySchedule:
+        """Return a schedule with the same layout that reads every page at every length."""
+        return self.replace(top_k=(ALL_PAGES,))
+
     def replace(self, **changes: Any) -> SparsitySchedule:
         """Return a copy with some fields changed, validated again."""
         return replace(self, **changes)

@@ -465,11 +465,18 @@ def test_tokens_read_are_averaged_over_sparse_layers_and_heads():
         even.pages_read([600, 300, 41]).tolist() == [13, 13, 3]
         and even.tokens_read(600).dtype == np.int64
     )
-    dense = UNEVEN.replace(top_k=(ALL_PAGES,))
+    dense = UNEVEN.reading_everything()
     assert dense.is_dense and dense.tokens_read(5000) == 5000 and dense.dense_up_to == inf
     assert (
         SparsitySchedule((0,), head_budgets=((1,), (1,))).tokens_read(5000) == 48
     )  # all layers are dense
+
+
+def test_reading_everything_keeps_the_layout():
+    layout = dict(bin_tokens=64, page_size=8, recent_pages=1, landmark_dtype="fp8_e4m3")
+    heads = dict(dense_layers=(0,), head_budgets=((1.0,), (1.0,)))
+    everything = SparsitySchedule((1, 3), **layout, **heads).reading_everything()
+    assert everything == SparsitySchedule((ALL_PAGES,), **layout, **heads) and everything.is_dense
 
 
 def test_dense_length_is_limited_by_the_smallest_head_budget():

@@ -17,7 +17,7 @@ from sparrow.mismatch import BinMismatch, Ceiling, Tau
 from sparrow.mismatch.ceiling import CEILING_RESPONSES
 from sparrow.mismatch.tokens import TokenAcceptance, left_open, pool, token_acceptance
 from sparrow.rollout import Rollout, Sampling
-from sparrow.schedule import ALL_PAGES, SparsitySchedule
+from sparrow.schedule import SparsitySchedule
 
 log = logging.getLogger(__name__)
 
@@ -112,7 +112,7 @@ def measure_ceiling(
     chosen = (
         np.linspace(0, len(prompts) - 1, min(CEILING_RESPONSES, len(prompts))).round().astype(int)
     )
-    dense = schedule.replace(top_k=(ALL_PAGES,))
+    dense = schedule.reading_everything()
     ceiling = Ceiling()
     ceiling.measure(
         pool(

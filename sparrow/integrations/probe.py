@@ -122,7 +122,7 @@ class Probe:
         servers in development mode, the next call to ``counted`` leaves this measurement out.
         """
         if self.mode == "lossy" and not self._ceiling:
-            self._set(SparsitySchedule.dense(dense_layers=self.schedule.dense_layers))
+            self._set(self.schedule.reading_everything())
             try:
                 self._ceiling.measure(self._pooled(prompts, max_new_tokens, top_n))
             finally:

@@ -37,7 +37,7 @@ from sparrow.integrations.sampling import NEUTRAL, check_whole_softmax
 from sparrow.mismatch import Ceiling, MismatchReport, mismatch_metrics
 from sparrow.mismatch.tokens import TokenAcceptance, pool, token_acceptance
 from sparrow.rollout import Rollout
-from sparrow.schedule import ALL_PAGES, SparsitySchedule
+from sparrow.schedule import SparsitySchedule
 from sparrow.vllm import config as vllm_config
 
 if TYPE_CHECKING:
@@ -200,7 +200,7 @@ class SparseGRPOTrainer(Trainer):
         if self._reads_all or self._ceiling or self._of_dense:
             yield False
             return
-        self.set_schedule(schedule.replace(top_k=(ALL_PAGES,)))
+        self.set_schedule(schedule.reading_everything())
         try:
             yield True
         finally:

@@ -59,7 +59,7 @@ from sparrow.mismatch import (
     tail_floor_by_bin,
 )
 from sparrow.mismatch.tokens import pool
-from sparrow.schedule import ALL_PAGES, SparsitySchedule
+from sparrow.schedule import SparsitySchedule
 from sparrow.vllm import config as vllm_config
 
 if TYPE_CHECKING:
@@ -166,7 +166,7 @@ class SparsePPOTrainer(Trainer):
     def _measure_ceiling(self) -> None:
         """Probe the replicas while they decode densely."""
         replicas = self.llm_server_manager.get_replicas()
-        push_schedule(replicas, self.schedule.replace(top_k=(ALL_PAGES,)))
+        push_schedule(replicas, self.schedule.reading_everything())
         try:
             self._ceiling.measure(self._probed())
         finally:

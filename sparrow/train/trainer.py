@@ -28,7 +28,7 @@ from sparrow.mismatch import Ceiling, MismatchReport
 from sparrow.mismatch.ceiling import CEILING_RESPONSES
 from sparrow.mismatch.tokens import pool
 from sparrow.run.directory import LoggedResponse, RunConfig, RunDir, TrainerState
-from sparrow.schedule import ALL_PAGES, SparsitySchedule
+from sparrow.schedule import SparsitySchedule
 from sparrow.tasks import Task
 from sparrow.tasks.dataset import fingerprint, fingerprint_of
 from sparrow.tasks.prompts import check_read, prompt_of, token_texts
@@ -276,7 +276,7 @@ class Trainer:
         the policy's own weights.
         """
         self.listener("ceiling", {})
-        self._push(self.schedule.replace(top_k=(ALL_PAGES,)), self.learner.policy_weights)
+        self._push(self.schedule.reading_everything(), self.learner.policy_weights)
         responses = self.config.rollout.prompts * self.config.rollout.samples
         rollouts = self._collector.sample(min(CEILING_RESPONSES, responses))
         self.ranks.gather("sleep", self._rest)
@@ -295,7 +295,7 @@ class Trainer:
             begun = time.perf_counter()
             # a lossless engine samples from the policy anyway
             lossless = self.config.rollout.mode == "lossless"
-            schedule = self.schedule if lossless else self.schedule.replace(top_k=(ALL_PAGES,))
+            schedule = self.schedule if lossless else self.schedule.reading_everything()
             self._push(schedule, self.learner.policy_weights)
             scores = self._evaluator.scores()
             self.ranks.gather("sleep", self._rest)

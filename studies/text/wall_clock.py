@@ -50,7 +50,7 @@ from sparrow.engines.vllm import VLLMEngine
 from sparrow.engines.vllm.client import WITHOUT_SPARROW
 from sparrow.engines.vllm.engine import InProcessClient, has_memory
 from sparrow.rollout import Sampling
-from sparrow.schedule import ALL_PAGES, SparsitySchedule
+from sparrow.schedule import SparsitySchedule
 from sparrow.train.config import OptimizerConfig, RolloutConfig, TrainConfig
 from sparrow.vllm import plugin
 
@@ -266,7 +266,7 @@ def train(options: Options, path: Path) -> None:
         def held_out() -> float:
             """Return the mean reward of the densely decoded policy."""
             if lossy := not (engine.schedule.is_dense or options.arm == "lossless"):
-                engine.set_schedule(schedule.replace(top_k=(ALL_PAGES,)))
+                engine.set_schedule(schedule.reading_everything())
             reward = mean_reward(engine, tokenizer, problems, sampling)
             if lossy:
                 engine.set_schedule(schedule)
