@@ -64,7 +64,9 @@ class Trajectories:
             prompts, asdict(sampling), behaviour.to_dict() | {"provenance": None}, made_by
         )
         path = folder / f"rollouts-{self._name}.npz"
-        if not path.exists():
+        if path.exists():
+            engine.sleep()  # so that the scorer can use the device memory, as after ``sample``
+        else:
             _save_rollouts(path, sample(engine, prompts, sampling, behaviour))
         self.rollouts = _load_rollouts(path)
         self._dense = self._top_logprobs(SparsitySchedule.dense())

@@ -343,7 +343,7 @@ def test_failed_search_reports_whether_lists_were_too_short_or_budgets_too_small
     )
 
 
-def test_engine_sleeps_while_the_scorer_works():
+def test_engine_sleeps_while_the_scorer_works(tmp_path):
     calls = []
     ids, logprobs = np.array([[3], [5]], np.int32), np.log(np.array([[0.5], [0.8]], np.float32))
     rollout = Rollout([1, 2], np.array([3, 5]), logprobs[:, 0], ids, logprobs, "length")
@@ -355,7 +355,7 @@ def test_engine_sleeps_while_the_scorer_works():
     class Judge:
         def score(self, rollouts, schedule, temperature):
             calls.append("score")
-            assert rollouts == [rollout] and schedule.is_dense and temperature == 0.7
+            assert len(rollouts) == 1 and schedule.is_dense and temperature == 0.7
             return [
                 Scores(
                     logprobs[:, 0],
@@ -367,6 +367,17 @@ def test_engine_sleeps_while_the_scorer_works():
     (found,) = measure(Sampler(), Judge(), [[1, 2]], Sampling(2, 0.7), SparsitySchedule.fixed(1))
     assert " ".join(calls) == "counters wake set_schedule generate sleep score"
     np.testing.assert_allclose(found.lower, [0.25, 0.8], rtol=1e-6)
+
+    def resumed():
+        calls.clear()
+        Trajectories(Sampler(), Judge(), [[1, 2]], Sampling(2, 0.7), tmp_path)
+        return " ".join(calls)
+
+    assert resumed() == "wake set_schedule generate sleep score"
+    # An interrupted calibration that has sampled, but not yet scored
+    for scores in tmp_path.glob("scores-*.npy"):
+        scores.unlink()
+    assert resumed() == "sleep score"
 
 
 def test_calibration_can_be_plotted_from_its_file(tmp_path):
