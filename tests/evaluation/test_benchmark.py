@@ -8,8 +8,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from sparrow.cli import main
+from sparrow.cli import loading, main
 from sparrow.engines.hf import HFEngine
+from sparrow.errors import ConfigError
 from sparrow.evaluation import benchmark
 from sparrow.rollout import Sampling
 from sparrow.schedule import SparsitySchedule
@@ -132,6 +133,33 @@ def test_samples_are_reused_only_if_weights_and_settings_match(tmp_path, engine_
     main(arguments)
     assert engine_calls == [6] * 10
     capsys.readouterr()
+
+
+def test_engine_that_cannot_change_its_page_layout_samples_densely_and_sparsely(
+    tmp_path, engine_calls, monkeypatch
+):
+    table = tmp_path / "schedule.json"
+    table.write_text('{"top_k": [1], "page_size": 8, "dense_layers": [0]}')
+
+    class LikeVLLM(HFEngine):
+        """Refuse schedules that a running vLLM engine refuses."""
+
+        def set_schedule(self, schedule):
+            if not schedule.is_dense and schedule.page_layout != started_with[0].page_layout:
+                raise ConfigError("a running vLLM engine cannot change its page layout")
+            super().set_schedule(schedule)
+
+    started_with: list[SparsitySchedule] = []
+
+    def load(spec, name, model, tokenizer, decoding, precision):
+        started_with.append(decoding.schedule)
+        return LikeVLLM(model, decoding, [tokenizer.eos_token_id])
+
+    monkeypatch.setattr(loading, "load_engine", load)
+    main([*ARGUMENTS, "--schedule", str(table), "--out", str(tmp_path / "out")])
+    assert engine_calls == [6, 6] and len(started_with) == 1
+    # A running server is asked for its schedule when the command connects to it.
+    assert started_with == [SparsitySchedule.load(table)]
 
 
 def test_lowering_limit_or_k_reuses_samples_and_raising_them_adds_new_ones(

@@ -68,7 +68,6 @@ class Eval(DecodingOptions, Sampled):
         schedules = {self.schedule or decoding.mode: decoding.schedule}
         if self.mode is None:
             schedules = {"dense": SparsitySchedule.dense(), **schedules}
-            decoding = decoding.with_schedule(schedules["dense"])
         folder = files.check_folder(self.out)
         sampling = Sampling(
             self.max_new_tokens,
