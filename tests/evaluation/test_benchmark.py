@@ -135,6 +135,27 @@ def test_samples_are_reused_only_if_weights_and_settings_match(tmp_path, engine_
     capsys.readouterr()
 
 
+def test_lossless_samples_are_reused_only_if_every_lossless_setting_matches(
+    tmp_path, engine_calls, capsys
+):
+    arguments = [*ARGUMENTS, "--mode", "lossless", "--out", str(tmp_path)]
+    main(arguments)
+    main(arguments)
+    assert engine_calls == [6]
+    others = [
+        ["--draft-schedule", "fixed:2"],
+        ["--draft-tokens", "3"],
+        ["--no-adapt-draft-tokens"],
+        ["--adapt-draft-budget", "True"],
+        ["--guess-tokens", "2"],
+        ["--drafter-invariant"],
+    ]
+    for count, other in enumerate(others, start=2):
+        main([*arguments, *other])
+        assert engine_calls == [6] * count, other
+    capsys.readouterr()
+
+
 def test_engine_that_cannot_change_its_page_layout_samples_densely_and_sparsely(
     tmp_path, engine_calls, monkeypatch
 ):

@@ -107,14 +107,8 @@ class Eval(DecodingOptions, Sampled):
                         "schedule": {**schedule.to_dict(), "provenance": None},
                     }
                     if decoding.is_lossless:
-                        source |= {
-                            "draft_tokens": decoding.draft_tokens,
-                            "adapt": decoding.adapt_draft_tokens,
-                        }
-                        if decoding.drafter_invariant:
-                            source["drafter_invariant"] = True
-                        if decoding.draft_weights != "auto":
-                            source["draft_weights"] = decoding.draft_weights
+                        source |= decoding.to_dict()
+                        del source["draft_schedule"]  # it is ``schedule``, with its provenance
                     results.append(
                         run_benchmark(
                             engine,
