@@ -2,6 +2,7 @@
 
 import math
 import shutil
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -378,6 +379,23 @@ def test_engine_sleeps_while_the_scorer_works(tmp_path):
     for scores in tmp_path.glob("scores-*.npy"):
         scores.unlink()
     assert resumed() == "sleep score"
+
+
+def test_schedule_is_written_even_if_stdout_is_closed(tmp_path, monkeypatch):
+    from sparrow.calibrate import run
+    from sparrow.cli import terminal
+    from sparrow.cli.commands.calibrate import Calibrate
+
+    def closed(*_):
+        raise BrokenPipeError
+
+    found = SimpleNamespace(schedule=SparsitySchedule.fixed(7))
+    monkeypatch.setattr(run, "calibrate_engine", lambda *_, **__: found)
+    monkeypatch.setattr(terminal, "print_calibration", closed)
+    out = tmp_path / "schedule.json"
+    with pytest.raises(BrokenPipeError):
+        Calibrate(model="reasoner", task="trace:lines=4", out=str(out)).run()
+    assert SparsitySchedule.load(out) == found.schedule
 
 
 def test_calibration_can_be_plotted_from_its_file(tmp_path):

@@ -132,8 +132,8 @@ class Calibrate(WithLists):
                 provenance={**source, "date": date.today().isoformat(), "version": __version__},
                 listener=note,
             )
-        print_calibration(calibration, tau, out)
         files.write_text(out, calibration.schedule.to_json())
+        print_calibration(calibration, tau, out)
 
     def interrupted(self) -> str:
         return "interrupted; run the same command again to continue"
