@@ -35,6 +35,9 @@ def lengthened(sampling: Sampling, bins: Sequence[BinMismatch], p5: float) -> Sa
     enough, or already have the maximum length.
 
     The lists are long enough if they show, for every bin, whether the bin's tail reaches ``p5``.
+    The same test serves a relative target. If the tail could only reach it with longer lists, the
+    current lists also make the relative p5 too low (``mismatch.tau``). If it could not, rounding
+    keeps it low, and longer lists would not help.
     """
     top_n = min(sampling.top_n * LENGTHEN, LONGEST_LISTS)
     if top_n <= sampling.top_n or not left_open(
