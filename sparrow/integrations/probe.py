@@ -29,7 +29,7 @@ import numpy as np
 
 from sparrow.engines.base import Counters, total
 from sparrow.engines.vllm.client import WHOLE_SOFTMAX, check_end, tally
-from sparrow.errors import ConfigError
+from sparrow.errors import ConfigError, SparrowError
 from sparrow.integrations.metrics import counter_metrics
 from sparrow.mismatch import Ceiling, MismatchReport, acceptance_bounds, mismatch_metrics
 from sparrow.mismatch.tokens import TokenAcceptance, pool
@@ -64,8 +64,8 @@ class Probe:
         urls: addresses of servers with the same weights and settings.
         schedule: the servers' schedule; only used if they don't report it.
 
-    Raises ConfigError if a server does not answer or decodes densely, or if ``schedule`` is missing
-    and the servers don't report theirs.
+    Raises ConfigError if a server does not answer, if one in development mode runs without Sparrow,
+    or if ``schedule`` is missing and the servers don't report theirs.
     """
 
     report: MismatchReport | None = None  # the last measurement
@@ -116,24 +116,29 @@ class Probe:
         """Sample one response to each prompt, and measure the p5 of acceptance by length. Also
         measure the p5 ceiling, which is the p5 of dense rollouts.
 
-        The servers must not serve other requests in the meantime. In lossy mode, the first call
-        also samples densely to measure the ceiling, provided the servers allow schedule changes. In
-        lossless mode, samples follow the dense policy, so the measured p5 is also the ceiling. On
-        servers in development mode, the next call to ``counted`` leaves this measurement out.
+        The servers must not serve other requests in the meantime. In lossless mode, or if the
+        schedule reads everything, samples follow the dense policy, so the measured p5 is also the
+        ceiling. Otherwise, the first call also samples densely to measure the ceiling, provided the
+        servers allow schedule changes. On servers in development mode, the next call to ``counted``
+        leaves this measurement out.
+
+        Raises SparrowError if a server cannot drop its prefix cache because it serves other
+        requests.
         """
-        if self.mode == "lossy" and not self._ceiling:
-            self._set(self.schedule.reading_everything())
+        samples_are_dense = self.mode == "lossless" or self.schedule.is_dense
+        if self._is_open and not (samples_are_dense or self._ceiling):
             try:
+                self._set(self.schedule.reading_everything())
                 self._ceiling.measure(self._pooled(prompts, max_new_tokens, top_n))
             finally:
                 self._set(self.schedule)
         report = self._pooled(prompts, max_new_tokens, top_n)
-        if self.mode == "lossless":
+        if samples_are_dense:
             self._ceiling.measure(report)
         self.report = self._ceiling.on(report)
         if self._is_open:
             self.counted()
-        dense_up_to = inf if self.mode == "lossless" else self.schedule.dense_up_to
+        dense_up_to = inf if samples_are_dense else self.schedule.dense_up_to
         return mismatch_metrics(self.report, dense_up_to)
 
     def _pooled(
@@ -145,7 +150,13 @@ class Probe:
     def _set(self, schedule: SparsitySchedule) -> None:
         for url in self._described:
             _rpc(url, "sparrow_set_schedule", schedule.to_json())
-            _answer(f"{url}/reset_prefix_cache", {})
+        for url in self._described:
+            answer = _answer(f"{url}/reset_prefix_cache", {})
+            if answer.content and not answer.json()["success"]:  # older versions say nothing
+                raise SparrowError(
+                    f"the vLLM server at {url} cannot drop its prefix cache while requests are "
+                    "running; wait for the requests to finish"
+                )
 
     def _counted_by_vllm(self) -> Counter[str]:
         """Return vLLM's own draft counts since the servers were started."""

@@ -1,9 +1,11 @@
-"""Test the probe with a real server in lossless mode, and with responses that are empty or aborted;
-``test_real_server.py`` tests it with a lossy server.
+"""Test the probe with a real server in lossless mode, with a stand-in for servers in all modes, and
+with responses that are empty or aborted; ``test_real_server.py`` tests it with a lossy server.
 """
 
 import math
 
+import httpx
+import numpy as np
 import pytest
 
 pytest.importorskip("vllm.version")
@@ -14,8 +16,10 @@ pytest.importorskip(
 )
 
 from sparrow.decoding import Decoding
-from sparrow.errors import ConfigError, EngineError
+from sparrow.errors import ConfigError, EngineError, SparrowError
 from sparrow.integrations import probe
+from sparrow.mismatch.drafts import DraftAcceptance
+from sparrow.mismatch.tokens import TokenAcceptance
 from sparrow.schedule import SparsitySchedule
 from tests.conftest import VOCAB
 from tests.engines.vllm.test_real_server import serving
@@ -78,6 +82,79 @@ def test_acceptance_tail_of_a_lossless_server_is_logged_as_the_ceiling(url):
         ceiling, upper = (found[f"sparrow/p5/{length}/{name}"] for name in ("ceiling", "upper"))
         assert 1 - 1e-4 < ceiling <= upper <= 1
     assert watched.counted() == {}
+
+
+class Server:
+    """A stand-in for a server in development mode, and for its responses: their acceptance is 0.5,
+    or 0.9 if the server decodes densely.
+    """
+
+    def __init__(self, mode, schedule, dropped=b'{"success": true}'):
+        self.mode, self.schedule, self.dropped = mode, schedule, dropped
+        self.set: list[SparsitySchedule] = []
+
+    def answer(self, url, body=None, allowed=()):
+        if url.endswith("/metrics"):
+            return httpx.Response(200)
+        if url.endswith("/reset_prefix_cache"):
+            return httpx.Response(200, content=self.dropped)
+        if body["method"] == "sparrow_set_schedule":
+            self.set.append(SparsitySchedule.from_json(body["args"][0]))
+        layers = {"sparse_layers": [0, 1], "dense_layers": []}
+        described = {"mode": self.mode, "schedule": self.schedule.to_dict(), **layers}
+        counts = dict(tokens_read=0, tokens_held=0, drafted=0, accepted=0, emitted=0)
+        acceptance = {"acceptance": DraftAcceptance.empty().to_dict()}
+        results = {"sparrow_describe": described, "sparrow_acceptance": acceptance}
+        return httpx.Response(200, json={"results": [results.get(body["method"], counts)]})
+
+    def respond(self, urls, prompts, schedule, max_new_tokens, top_n):
+        now = self.set[-1] if self.set else self.schedule
+        alpha = np.full(4, 0.9 if now.is_dense or self.mode == "lossless" else 0.5)
+        return [TokenAcceptance(alpha, alpha, np.full(4, 160)) for _ in prompts]
+
+
+@pytest.fixture
+def watched(monkeypatch):
+    """Return a function that creates a probe of this stand-in server."""
+
+    def start(server):
+        monkeypatch.setattr(probe, "_answer", server.answer)
+        monkeypatch.setattr(probe, "probe", server.respond)
+        return probe.Probe(["http://served"])
+
+    return start
+
+
+EVERYTHING = DRAFTS.reading_everything()
+
+
+@pytest.mark.parametrize(
+    ("mode", "schedule", "p5", "changes"),
+    [
+        ("lossless", DRAFTS, None, []),
+        ("dense", EVERYTHING, None, []),
+        ("lossy", EVERYTHING, None, []),
+        ("lossy", DRAFTS, 0.5, [EVERYTHING, DRAFTS]),
+        ("dense", DRAFTS, 0.5, [EVERYTHING, DRAFTS]),  # started dense, then given a schedule
+    ],
+)
+def test_ceiling_is_measured_in_every_mode(watched, mode, schedule, p5, changes):
+    server = Server(mode, schedule)
+    watching = watched(server)
+    for _ in range(2):  # the second call reuses the ceiling
+        found = watching.measured([[1], [2]], 4)
+        assert found["sparrow/p5/100-200/ceiling"] == 0.9 and found.get("sparrow/p5") == p5
+        assert server.set == changes
+
+
+def test_prefix_cache_that_cannot_be_dropped_is_reported(watched):
+    server = Server("lossy", DRAFTS, b'{"success": false}')
+    watching = watched(server)
+    with pytest.raises(SparrowError, match="served cannot drop its prefix cache while requests"):
+        watching.measured([[1], [2]], 4)
+    assert server.set[-1] == DRAFTS, "the schedule must be restored"
+    server.dropped = b""
+    assert watching.measured([[1], [2]], 4)["sparrow/p5"] == 0.5
 
 
 def answers(sampled_end, scored_end, tokens, context=100):
