@@ -38,9 +38,7 @@ DRAFT_TOKENS = 12
 at long contexts if 95 % of drafts are accepted.
 """
 LONGEST_LOOKUP = 8
-"""The longest suffix of a sequence that is looked up in its history, in tokens. Equals
-``sparrow.model.history.LONGEST``, but can be imported without torch.
-"""
+"""The longest suffix of a sequence that is looked up in its history, in tokens."""
 GUESS_LOOKUP_MIN = 4
 """With a head, the default number of latest tokens that must repeat for history to guess in place
 of the head.

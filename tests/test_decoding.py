@@ -10,7 +10,6 @@ from sparrow.decoding import (
     DRAFT_BUDGETS,
     DRAFT_SCHEDULE,
     GUESS_LOOKUP_MIN,
-    LONGEST_LOOKUP,
     Decoding,
     acceptance_at,
 )
@@ -267,8 +266,3 @@ def test_changing_the_schedule_keeps_lossless_mode_but_may_change_other_modes():
     assert Decoding.load("lossless").with_schedule(TABLE) == Decoding("lossless", TABLE)
     assert Decoding.load("dense").with_schedule(TABLE).mode == "lossy"
     assert Decoding.load("fixed:9").with_schedule(SparsitySchedule.dense()).mode == "dense"
-
-
-def test_the_longest_look_up_is_the_same_with_and_without_torch():
-    history = pytest.importorskip("sparrow.model.history")
-    assert LONGEST_LOOKUP == history.LONGEST

@@ -107,6 +107,7 @@ ALLOWED = {
         "attention",
         "attention.api",
         "attention.pages",
+        "decoding",
         "files",
         "model.scoring",
         "schedule",

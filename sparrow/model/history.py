@@ -15,8 +15,8 @@ from collections.abc import Hashable, Sequence
 import torch
 from torch import Tensor
 
-LONGEST = 8
-"""Longest suffix to look up, in tokens."""
+from sparrow.decoding import LONGEST_LOOKUP
+
 SHORTEST = 1
 """Shortest suffix to look up, in tokens."""
 
@@ -25,7 +25,7 @@ def guess(
     streams_BRS: Tensor,
     length_BR: Tensor,
     most: int,
-    longest: int = LONGEST,
+    longest: int = LONGEST_LOOKUP,
     shortest: int = SHORTEST,
 ) -> Tensor:
     """Guess how the first stream of each sequence continues, int64 ``[B, most]``.

@@ -379,10 +379,3 @@ def test_min_p_and_logit_bias_are_allowed_only_in_lossless_mode():
     assert asked.min_p == 0.25 and asked.logit_bias == {3: 4.0}
     with pytest.raises(Exception, match="not yet supported with speculative decoding"):
         asked._validate_spec_decode(other)
-
-
-def test_the_meter_uses_the_number_of_buckets_expected_by_its_reader():
-    from sparrow.mismatch import drafts
-    from sparrow.vllm.lossless import meter
-
-    assert meter.BUCKETS == drafts.BUCKETS

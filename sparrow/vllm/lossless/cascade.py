@@ -41,9 +41,6 @@ from sparrow.vllm.lossless.setup import draft_choices, drafts_alone, passes_of
 from sparrow.vllm.lossless.sparse_drafter import Inputs, SparseDrafter, replay
 from sparrow.vllm.runtime import Runtime
 
-AT_ONCE = 4096
-"""How many logits a Triton program handles at a time."""
-
 
 class CascadeDrafter(SparseDrafter):
     """A ``SparseDrafter`` whose passes read the newest token and guesses."""
@@ -127,7 +124,7 @@ class CascadeDrafter(SparseDrafter):
             drafts,
             KP=triton.next_power_of_2(vllm.num_speculative_steps),
         )
-        kernels.one_hot_kernel[(B * drafts, triton.cdiv(V, AT_ONCE))](
+        kernels.one_hot_kernel[(B * drafts, triton.cdiv(V, kernels.AT_ONCE))](
             vllm.idx_mapping,
             self._cycle.made_R,
             vllm.draft_tokens,
@@ -137,7 +134,7 @@ class CascadeDrafter(SparseDrafter):
             logits_SKV.stride(1),
             drafts,
             V,
-            BLOCK=AT_ONCE,
+            BLOCK=kernels.AT_ONCE,
         )
 
     def _step(self, rows: int) -> Step:

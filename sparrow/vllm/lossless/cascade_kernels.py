@@ -17,7 +17,11 @@ from __future__ import annotations
 
 from vllm.triton_utils import tl, triton
 
-LONGEST = tl.constexpr(8)
+from sparrow.decoding import LONGEST_LOOKUP
+
+AT_ONCE = 4096
+"""How many logits of a row, or tokens of a history, a Triton program handles at a time."""
+LONGEST = tl.constexpr(LONGEST_LOOKUP)
 SHORTEST = tl.constexpr(1)
 """Longest and shortest suffix to look up, in tokens (see ``sparrow.model.history``)."""
 RANK = tl.constexpr(1 << 32)

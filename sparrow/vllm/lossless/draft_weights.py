@@ -23,12 +23,11 @@ from vllm import _custom_ops as ops
 from vllm.model_executor.layers.linear import LinearBase, UnquantizedLinearMethod
 from vllm.utils.torch_utils import direct_register_custom_op
 
+from sparrow.attention.pages import FP8, FP8_MAX
 from sparrow.errors import UnsupportedModel
 
-FP8 = torch.float8_e4m3fn
-LARGEST = torch.finfo(FP8).max
 # This is the same as in vLLM's kernel. It keeps the scale valid for rows of zeros.
-SMALLEST_SCALE = 1 / (512 * LARGEST)
+SMALLEST_SCALE = 1 / (512 * FP8_MAX)
 ALIGNED = 16  # both sides of the kernel's matrices must be multiples of this
 
 _drafting = False
@@ -60,8 +59,8 @@ def quantize(rows: Tensor, values: Tensor) -> Tensor:
     # The kernel needs no scratch memory. There may be none left once the KV cache is allocated.
     if rows.is_cuda:
         return ops.scaled_fp8_quant(rows, output=values, use_per_token_if_dynamic=True)[1]
-    scale = (rows.float().abs().amax(1, keepdim=True) / LARGEST).clamp_(min=SMALLEST_SCALE)
-    values.copy_((rows.float() / scale).clamp_(-LARGEST, LARGEST))
+    scale = (rows.float().abs().amax(1, keepdim=True) / FP8_MAX).clamp_(min=SMALLEST_SCALE)
+    values.copy_((rows.float() / scale).clamp_(-FP8_MAX, FP8_MAX))
     return scale
 
 

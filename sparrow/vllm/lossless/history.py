@@ -20,9 +20,6 @@ from sparrow.vllm.lossless import cascade_kernels as kernels
 from sparrow.vllm.lossless.drafter import Pass
 from sparrow.vllm.lossless.guesses import Cycle, SparsePass
 
-AT_ONCE = 4096
-"""How many tokens a Triton program handles at a time."""
-
 
 class HistorySource:
     """A ``GuessSource`` that looks guesses up.
@@ -60,7 +57,8 @@ class HistorySource:
     def begin(self, B: int) -> None:
         """See ``GuessSource``."""
         tokens_SN: Tensor = self._vllm.tokens_SN
-        kernels.begin_history_kernel[(B, triton.cdiv(self._vllm.max_model_len, AT_ONCE))](
+        parts = triton.cdiv(self._vllm.max_model_len, kernels.AT_ONCE)
+        kernels.begin_history_kernel[(B, parts)](
             self._vllm.idx_mapping,
             self._cycle.newest_R,
             self._cycle.length_R,
@@ -68,7 +66,7 @@ class HistorySource:
             tokens_SN.stride(0),
             self._history_RN,
             self._history_RN.stride(0),
-            BLOCK=AT_ONCE,
+            BLOCK=kernels.AT_ONCE,
         )
 
     def guess(self, rows: int) -> None:
@@ -84,7 +82,7 @@ class HistorySource:
             self.matched_R,
             G,
             GP=triton.next_power_of_2(G),
-            BLOCK=AT_ONCE,
+            BLOCK=kernels.AT_ONCE,
             num_warps=8,
         )
 

@@ -14,11 +14,10 @@ import torch
 from torch import Tensor
 from vllm.triton_utils import tl, triton
 
-if TYPE_CHECKING:
-    from sparrow.mismatch.drafts import DraftAcceptance
-    from sparrow.schedule import SparsitySchedule
+from sparrow.mismatch.drafts import BUCKETS, DraftAcceptance
 
-BUCKETS = 1000  # keep in sync with ``sparrow.mismatch.drafts``, which is only imported when needed
+if TYPE_CHECKING:
+    from sparrow.schedule import SparsitySchedule
 
 
 @triton.jit
@@ -146,8 +145,6 @@ class Tally:
 
     def settle(self) -> DraftAcceptance:
         """Return the counts since the last call."""
-        from sparrow.mismatch.drafts import DraftAcceptance
-
         counts, sums = (x.to("cpu", copy=True).numpy() for x in (self._counts, self._sums))
         self._counts.zero_()
         self._sums.zero_()
