@@ -15,7 +15,7 @@ from sparrow.vllm.lossless import setup
 if TYPE_CHECKING:
     from sparrow.attention import Implementation
 
-KEY = setup.ENGINE_KEY
+KEY = "sparrow"  # where Sparrow's settings live in vLLM's ``additional_config``
 # This setting names the decode kernels. If it's unset, the fastest supported ones are used.
 KERNELS_KEY = "sparrow_kernels"
 # for frameworks that can't pass options to vLLM

@@ -17,7 +17,6 @@ from sparrow.errors import ConfigError, refuse
 from sparrow.vllm import versions
 from sparrow.vllm.lossless import graphs
 
-ENGINE_KEY = "sparrow"  # where Sparrow's settings live in vLLM's ``additional_config``
 _CLAIM = "_sparrow_drafts"  # attribute of a ``speculative_config`` that lossless mode uses
 SCHEDULER = "sparrow.vllm.lossless.scheduler.LosslessScheduler"
 ALLOWED_SPECULATION = (
