@@ -54,16 +54,20 @@ class SparsePass(NamedTuple):
 
 
 class GuessSource(Protocol):
-    """Guesses the tokens that follow each row's newest token."""
+    """Guesses the tokens that follow each row's newest token. By default, a source needs neither a
+    model nor a cache, and learns nothing from dense passes.
+    """
 
     guesses_RG: Tensor
     """The latest guesses, int64 ``[S, G]``. This is always the same tensor."""
 
     def load(self, model: Any) -> None:
         """Load what guessing needs in addition to the policy's model."""
+        return
 
     def set_cache(self, runtime: Runtime, blocks_SM: Tensor, block_tokens: int) -> None:
         """Use this KV cache from now on."""
+        return
 
     def addresses(self) -> dict[str, int]:
         """Return the addresses of the tensors that guessing reads or writes, keyed by description."""
@@ -73,9 +77,11 @@ class GuessSource(Protocol):
         """Read a dense pass that will be followed by ``drafts`` drafts. Called after every dense
         pass.
         """
+        return
 
     def begin(self, B: int) -> None:
         """Begin a cycle of B rows."""
+        return
 
     def guess(self, rows: int) -> None:
         """Write at least T - 1 guesses per row for the next pass. CUDA graphs capture this."""

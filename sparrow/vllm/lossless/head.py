@@ -28,12 +28,12 @@ from vllm.forward_context import BatchDescriptor, set_forward_context
 from sparrow.vllm.backend import Step
 from sparrow.vllm.lossless import cascade_kernels as kernels
 from sparrow.vllm.lossless.drafter import Pass
-from sparrow.vllm.lossless.guesses import Cycle, SparsePass
+from sparrow.vllm.lossless.guesses import Cycle, GuessSource, SparsePass
 from sparrow.vllm.runtime import Runtime
 
 
-class HeadSource:
-    """A ``GuessSource`` whose guesses are the head's most likely tokens.
+class HeadSource(GuessSource):
+    """A source whose guesses are the head's most likely tokens.
 
     Args:
         speculator: vLLM's speculator.
@@ -105,9 +105,6 @@ class HeadSource:
         if drafts:
             self.guesses_RG[:B, 0] = self._most_likely(hidden[last_B])
             self._output_RW[:B] = output[last_B]
-
-    def begin(self, B: int) -> None:
-        """See ``GuessSource``."""
 
     def guess(self, rows: int) -> None:
         """See ``GuessSource``. The first guess was already made by ``read`` or ``follow``."""

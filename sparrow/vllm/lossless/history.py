@@ -17,12 +17,11 @@ from torch import Tensor
 from vllm.triton_utils import triton
 
 from sparrow.vllm.lossless import cascade_kernels as kernels
-from sparrow.vllm.lossless.drafter import Pass
-from sparrow.vllm.lossless.guesses import Cycle, SparsePass
+from sparrow.vllm.lossless.guesses import Cycle, GuessSource, SparsePass
 
 
-class HistorySource:
-    """A ``GuessSource`` that looks guesses up.
+class HistorySource(GuessSource):
+    """A source that looks guesses up.
 
     Args:
         speculator: vLLM's speculator, with the tokens of all sequences (``tokens_SN``).
@@ -41,18 +40,9 @@ class HistorySource:
         # how many of a row's latest tokens occurred before its latest guesses; 0 without guesses
         self.matched_R = torch.zeros(S, dtype=torch.int32, device=device)
 
-    def load(self, model: Any) -> None:
-        """See ``GuessSource``."""
-
-    def set_cache(self, runtime: Any, blocks_SM: Tensor, block_tokens: int) -> None:
-        """See ``GuessSource``."""
-
     def addresses(self) -> dict[str, int]:
         """See ``GuessSource``."""
         return {"the history of guesses": self._history_RN.data_ptr()}
-
-    def read(self, after: Pass, drafts: int) -> None:
-        """See ``GuessSource``."""
 
     def begin(self, B: int) -> None:
         """See ``GuessSource``."""

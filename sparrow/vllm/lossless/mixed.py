@@ -15,14 +15,14 @@ import torch
 from torch import Tensor
 
 from sparrow.vllm.lossless.drafter import Pass
-from sparrow.vllm.lossless.guesses import SparsePass
+from sparrow.vllm.lossless.guesses import GuessSource, SparsePass
 from sparrow.vllm.lossless.head import HeadSource
 from sparrow.vllm.lossless.history import HistorySource
 from sparrow.vllm.runtime import Runtime
 
 
-class MixedSource:
-    """A ``GuessSource`` that takes each row's guesses from one of two sources.
+class MixedSource(GuessSource):
+    """A source that takes each row's guesses from one of two sources.
 
     Samples stay exact: which source guesses depends only on the row's tokens and on its drafts so
     far in this cycle, never on rejected drafts.
