@@ -367,6 +367,17 @@ class SparsitySchedule:
         return cls.from_dict(plain)
 
 
+def auto_start(spec: str | None) -> str | None:
+    """Return the schedule that a run with the setting ``schedule=spec`` starts from, if the run
+    then adjusts it to the measured p5: ``dense`` for ``auto``, and SCHEDULE for ``auto:SCHEDULE``.
+    Return None for a fixed schedule, which ``SparsitySchedule.load`` can read.
+    """
+    name, colon, start = (spec or "").partition(":")
+    if name != "auto":
+        return None
+    return start if colon else "dense"
+
+
 def _budget_of(
     top_k: NDArray[np.int64] | np.int64, relative: int | np.integer[Any]
 ) -> NDArray[np.int64]:

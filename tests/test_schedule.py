@@ -17,7 +17,7 @@ from sparrow import schedule
 from sparrow.attention import pages
 from sparrow.errors import ConfigError
 from sparrow.model.actor import ScheduleTable
-from sparrow.schedule import ALL_PAGES, SparsitySchedule
+from sparrow.schedule import ALL_PAGES, SparsitySchedule, auto_start
 
 QWEN3_4B_086 = [
     29,
@@ -470,6 +470,21 @@ def test_tokens_read_are_averaged_over_sparse_layers_and_heads():
     assert (
         SparsitySchedule((0,), head_budgets=((1,), (1,))).tokens_read(5000) == 48
     )  # all layers are dense
+
+
+@pytest.mark.parametrize(
+    ("spec", "start"),
+    [
+        ("auto", "dense"),
+        ("auto:fixed:9", "fixed:9"),
+        ("auto:", ""),
+        ("automatic.json", None),
+        ("fixed:9", None),
+        (None, None),
+    ],
+)
+def test_auto_schedule_names_the_schedule_it_starts_from(spec, start):
+    assert auto_start(spec) == start
 
 
 def test_reading_everything_keeps_the_layout():

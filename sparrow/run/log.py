@@ -33,7 +33,7 @@ from sparrow.run.directory import (
     RunConfig,
     read_rows,
 )
-from sparrow.schedule import SparsitySchedule
+from sparrow.schedule import SparsitySchedule, auto_start
 
 
 @dataclass(frozen=True)
@@ -122,7 +122,7 @@ class RunLog:
     @property
     def follows_p5(self) -> bool:
         """Whether the schedule is adjusted to the measured p5."""
-        return str(self.train.get("schedule")).partition(":")[0] == "auto"
+        return auto_start(self.train.get("schedule")) is not None
 
     @property
     def _mode(self) -> str | None:

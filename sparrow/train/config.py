@@ -6,7 +6,6 @@ also its command-line help. Out-of-range values raise ConfigError.
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Annotated, Final, Literal
@@ -16,7 +15,7 @@ from pydantic import Field
 
 from sparrow.decoding import LOSSLESS_SETTINGS, Decoding, LosslessSettings, Mode
 from sparrow.errors import ConfigError
-from sparrow.schedule import SparsitySchedule
+from sparrow.schedule import SparsitySchedule, auto_start
 from sparrow.settings import (
     Count,
     CountOrZero,
@@ -130,9 +129,9 @@ class DecodingOptions(LosslessSettings, ModeOptions):
         Raises ConfigError if the options contradict each other, or a schedule cannot be read.
         """
         chosen = None if schedule == "dense" else schedule
-        start = re.fullmatch(r"auto(?::(.+))?", chosen or "")
+        start = auto_start(schedule)
         if self.mode == "lossless":
-            if start:
+            if start is not None:
                 raise ConfigError(
                     f"schedule is {schedule!r}, but mode lossless has no p5 by which to "
                     "adjust the pages, because samples follow the dense policy; leave "
@@ -160,7 +159,7 @@ class DecodingOptions(LosslessSettings, ModeOptions):
                 "left out with mode auto, because drafts then use schedule",
             )
             self._require_defaults(name for name in LOSSLESS_SETTINGS if name not in AUTO_SETTINGS)
-            if not chosen or start:
+            if not chosen or start is not None:
                 raise ConfigError(
                     f"schedule is {schedule!r}, but mode auto needs a schedule for drafts and "
                     "unverified steps, such as qwen3-4b-0.86; set one, or use mode lossless"
@@ -172,7 +171,7 @@ class DecodingOptions(LosslessSettings, ModeOptions):
                 draft_tokens=self.draft_tokens,
                 guess_tokens=self.guess_tokens,
             )
-        if start and not isinstance(self, RolloutConfig):
+        if start is not None and not isinstance(self, RolloutConfig):
             raise ConfigError(
                 f"schedule is {schedule!r}, but only the command sparrow train can adjust schedules; "
                 "set a fixed schedule"
@@ -188,7 +187,7 @@ class DecodingOptions(LosslessSettings, ModeOptions):
                 "mode is 'lossy', which needs a schedule; set one, such as qwen3-4b-0.86, "
                 "or use mode lossless"
             )
-        return Decoding.lossy((start[1] or "dense") if start else chosen or "dense")
+        return Decoding.lossy((chosen or "dense") if start is None else start)
 
     def _require_defaults(self, names: Iterable[str]) -> None:
         """Check that these settings, which only mode lossless has, are left out.

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import os
-import re
 import signal
 from contextlib import closing
 from dataclasses import dataclass
@@ -14,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 from sparrow import files
 from sparrow.cli.commands.train_options import TrainOptions
 from sparrow.engines.registry import parse_engine
+from sparrow.schedule import auto_start
 
 if TYPE_CHECKING:
     from sparrow.decoding import Decoding
@@ -51,7 +51,7 @@ class Train(TrainOptions):
 
         check_trackers(self.trackers)
         decoding = self.rollout.decoding(self.schedule)
-        closed_loop = re.match(r"auto(:|$)", self.schedule) is not None
+        closed_loop = auto_start(self.schedule) is not None
         self.check_loras()
         files.check_folder(self.run_dir)
         # Check the run directory now, since the trainer would only report errors after the model
