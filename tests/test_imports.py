@@ -28,6 +28,7 @@ ALLOWED = {
     "settings": [],
     "files": [],
     "decoding": ["schedule"],
+    "decoding_options": ["decoding", "schedule", "settings"],
     "_moved": [],
     "cost": ["_moved", "cost.roofline", "cost.shapes"],
     "cost.shapes": [],
@@ -150,6 +151,7 @@ ALLOWED = {
     "report": ["mismatch", "run", "schedule"],
     "train": [
         "decoding",
+        "decoding_options",
         "engines.base",
         "evaluation.benchmark",
         "evaluation.scores",

@@ -27,6 +27,7 @@ ELSEWHERE = {
     "calibrate/trajectories.py": "calibrate/test_search.py",
     "cli/commands/": "cli/test_entry.py",
     "cli/loading/": "cli/commands/test_bad_input.py",
+    "decoding_options.py": "cli/commands/test_modes.py",
     "engines/measure.py": "calibrate/test_search.py",
     "engines/responses.py": "engines/test_hf.py",
     "engines/vllm/client.py": "engines/vllm/test_engine.py",

@@ -12,10 +12,10 @@ from typing import TYPE_CHECKING, Any, Literal
 from sparrow import files
 from sparrow.cli.commands.sampled import FromPrompts
 from sparrow.decoding import Decoding
+from sparrow.decoding_options import DecodingOptions
 from sparrow.engines.registry import parse_engine
 from sparrow.errors import ConfigError
 from sparrow.settings import Count, Many, Name, Probability, Share, without_option
-from sparrow.train.config import DecodingOptions
 
 if TYPE_CHECKING:
     from sparrow.engines.base import Engine, Ranker

@@ -10,10 +10,10 @@ from pydantic import Field
 
 from sparrow import files
 from sparrow.cli.commands.sampled import Sampled
+from sparrow.decoding_options import DecodingOptions
 from sparrow.errors import ConfigError
 from sparrow.schedule import SparsitySchedule
 from sparrow.settings import Count, Many, Name, NotNegative, Share
-from sparrow.train.config import DecodingOptions
 
 
 @dataclass(frozen=True, kw_only=True)

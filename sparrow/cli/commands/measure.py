@@ -10,9 +10,9 @@ from typing import Any
 
 from sparrow import files
 from sparrow.cli.commands.sampled import WithLists
+from sparrow.decoding_options import DecodingOptions
 from sparrow.errors import ConfigError
 from sparrow.settings import Name, Probability, choose
-from sparrow.train.config import DecodingOptions
 
 
 @dataclass(frozen=True, kw_only=True)

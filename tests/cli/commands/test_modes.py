@@ -13,12 +13,12 @@ from sparrow.cli.commands.demo import Demo
 from sparrow.cli.commands.measure import Measure
 from sparrow.cli.commands.train import Train
 from sparrow.decoding import DRAFT_SCHEDULE, DRAFT_TOKENS, LOSSLESS_SETTINGS, Decoding
+from sparrow.decoding_options import DecodingOptions
 from sparrow.engines.hf import HFEngine
 from sparrow.errors import ConfigError
 from sparrow.report import summary_rows, write_report
 from sparrow.schedule import SparsitySchedule
 from sparrow.train.config import (
-    DecodingOptions,
     DistillConfig,
     GuardConfig,
     RolloutConfig,
