@@ -88,12 +88,27 @@ class DensePasses:
         self._plain: list[np.ndarray] = []  # passes not yet added to the two sums above
 
     def count(self, drafts: int) -> Tensor:
-        """See ``Runtime.count_pass``."""
+        """Count one dense pass, followed by ``drafts`` drafts.
+
+        Returns:
+            Running totals, int64 [4], which the caller must update. They count the tokens that the
+            pass read, the tokens that ordinary decoding would have read instead, the emitted
+            tokens, and the sequences. Sequences in prefill are not counted.
+        """
         self._cycles[drafts] += 1
         return self._verified
 
-    def count_drafts(self, drafts: int, with_guesses: bool, alone: bool) -> Tensor:
-        """See ``Runtime.count_drafts``."""
+    def count_drafts(self, drafts: int, with_guesses: bool, alone: bool = False) -> Tensor:
+        """Count one cycle with ``drafts`` drafts per sequence, in an engine with guesses.
+
+        Args:
+            with_guesses: whether the cycle uses guesses.
+            alone: whether the guesses themselves are the drafts.
+
+        Returns:
+            Running totals, int64 [2], which the caller must update. They count all drafts, and the
+            drafts that are guesses not checked by a sparse pass.
+        """
         if alone:
             self._alone_cycles[drafts] += 1
         elif with_guesses:
@@ -101,7 +116,14 @@ class DensePasses:
         return self._drafts
 
     def count_plain(self, computed: np.ndarray) -> None:
-        """See ``Runtime.count_plain_pass``."""
+        """Count one dense pass that has no drafts before or after it. Every sequence gets one
+        token.
+
+        Args:
+            computed: number of tokens each sequence had in the cache before the pass. After a
+                verification, this includes rejected drafts, because vLLM schedules the next pass
+                before it knows which drafts were rejected.
+        """
         self._plain.append(computed)
         if len(self._plain) >= PLAIN_PASSES:
             self._sum_plain()

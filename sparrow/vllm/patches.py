@@ -242,7 +242,7 @@ def _without_drafting(stock: Any) -> Any:
             or state.input_batch.is_prefilling_np.any()
         ):
             return stock(self, *args, **kwargs)
-        speculator.runtime.count_plain_pass(state.input_batch.num_computed_tokens_np)
+        speculator.runtime.passes.count_plain(state.input_batch.num_computed_tokens_np)
         drafts = self.num_speculative_steps
         self.speculator = None
         self.num_speculative_steps = 0

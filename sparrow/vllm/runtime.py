@@ -14,7 +14,6 @@ from functools import reduce
 from operator import add
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor
 
@@ -219,40 +218,6 @@ class Runtime:
     def count_preempted(self, sequences: int) -> None:
         """Count preempted sequences, whose cache vLLM has dropped and will prefill again."""
         self._counts["preemptions"] += sequences
-
-    def count_pass(self, drafts: int) -> Tensor:
-        """Count one dense pass in lossless mode, followed by ``drafts`` drafts.
-
-        Returns:
-            Running totals, int64 [4], which the caller must update. They count the tokens that the
-            pass read, the tokens that ordinary decoding would have read instead, the emitted
-            tokens, and the sequences. Sequences in prefill are not counted.
-        """
-        return self.passes.count(drafts)
-
-    def count_drafts(self, drafts: int, with_guesses: bool, alone: bool = False) -> Tensor:
-        """Count one cycle with ``drafts`` drafts per sequence, in an engine with guesses.
-
-        Args:
-            with_guesses: whether the cycle uses guesses.
-            alone: whether the guesses themselves are the drafts.
-
-        Returns:
-            Running totals, int64 [2], which the caller must update. They count all drafts, and the
-            drafts that are guesses not checked by a sparse pass.
-        """
-        return self.passes.count_drafts(drafts, with_guesses, alone)
-
-    def count_plain_pass(self, computed: np.ndarray) -> None:
-        """Count one dense pass in lossless mode that has no drafts before or after it. Every
-        sequence gets one token.
-
-        Args:
-            computed: number of tokens each sequence had in the cache before the pass. After a
-                verification, this includes rejected drafts, because vLLM schedules the next pass
-                before it knows which drafts were rejected.
-        """
-        self.passes.count_plain(computed)
 
     def set_schedule(self, schedule: SparsitySchedule) -> None:
         """Switch to another schedule's page counts from the next step on.

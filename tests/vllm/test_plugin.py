@@ -302,14 +302,14 @@ def test_passes_without_drafts_are_counted_regardless_of_when_counters_are_read(
     )
     made.model.sparse_layers, made.model.dense_layers = [1, 2], [0]
     for i in range(passes):
-        made.count_plain_pass(np.array([100 + i, 2**31 - 1], np.int32)[: 1 + i % 2])
+        made.passes.count_plain(np.array([100 + i, 2**31 - 1], np.int32)[: 1 + i % 2])
     counts = made.counters()
     read = sum(101 + i + i % 2 * 2**31 for i in range(passes))
     assert counts["tokens_read"] == counts["tokens_held"] == 3 * read
     assert counts["emitted"] == passes + passes // 2 and counts["drafted"] == 0
     assert not any(made.counters().values())
     assert made.acceptance() == {"cycles": {0: passes}} and made.acceptance() == {"cycles": {}}
-    made.count_plain_pass(np.array([7], np.int32))
+    made.passes.count_plain(np.array([7], np.int32))
     assert made.acceptance() == {"cycles": {0: 1}} and made.counters()["tokens_read"] == 3 * 8
 
 

@@ -120,7 +120,7 @@ class CascadeDrafter(SparseDrafter):
             vllm.draft_tokens,
             drafts_stride,
             self.drawn_S,
-            self._runtime.count_drafts(drafts, with_guesses=True, alone=plan.alone),
+            self._runtime.passes.count_drafts(drafts, with_guesses=True, alone=plan.alone),
             drafts,
             KP=triton.next_power_of_2(vllm.num_speculative_steps),
         )
@@ -270,7 +270,7 @@ class StagedDrafter:
             kernels.count_drawn_kernel[(after.batch.num_reqs,)](
                 self._vllm.idx_mapping,
                 self.drawn_S,
-                self._runtime.count_drafts(plan.tokens, with_guesses=False),
+                self._runtime.passes.count_drafts(plan.tokens, with_guesses=False),
                 plan.tokens,
             )
         return drafts

@@ -305,7 +305,7 @@ def fill_kernel(
     KP: tl.constexpr,
 ):
     """Top up a row's drafts with guesses if its passes made too few, and count its drafts and
-    guesses (see ``Runtime.count_drafts``).
+    guesses (see ``DensePasses.count_drafts``).
     """
     row = tl.program_id(0).to(tl.int64)
     index = tl.load(index_R + row).to(tl.int64)

@@ -75,7 +75,7 @@ class Drafter(Protocol):
 
     def propose(self, plan: DraftPlan, after: Pass) -> Tensor:
         """Draft the planned number of tokens, which may be 0, and count the dense pass
-        (``Runtime.count_pass``).
+        (``DensePasses.count``).
 
         Returns:
             int64 ``[B, k]``. Only the first ``plan.tokens`` columns are meaningful.

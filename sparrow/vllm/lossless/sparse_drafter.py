@@ -100,7 +100,7 @@ def _begin_kernel(
     TOKENS: tl.constexpr,
 ):
     """Set up the first draft step, and count the dense pass before it (see ``propose`` and
-    ``Runtime.count_pass``).
+    ``DensePasses.count``).
     """
     row = tl.arange(0, ROWS)
     inside = row < B
@@ -382,7 +382,7 @@ class SparseDrafter:
             vllm.temperature,
             vllm.seeds,
             self._step_index,
-            self._runtime.count_pass(drafts),
+            self._runtime.passes.count(drafts),
             self._slots_R,
             self._runtime.pages.top_k,
             self._runtime.pages.at_length,
