@@ -42,6 +42,7 @@ from common import (
     cache_size,
     earlier_runs,
     machine,
+    parse_point,
     parser,
     qwen3,
     save,
@@ -387,12 +388,6 @@ def measure(arguments: argparse.Namespace) -> None:
             save(out, result)
 
 
-def pair(text: str) -> tuple[int, int]:
-    """Parse a point such as ``32x15000`` into sequences and tokens."""
-    batch, length = text.split("x")
-    return int(batch), int(length)
-
-
 def main() -> None:
     options = parser(__doc__)
     options.add_argument(
@@ -402,7 +397,7 @@ def main() -> None:
     options.add_argument(
         "--points",
         nargs="+",
-        type=pair,
+        type=parse_point,
         default=POINTS,
         help="sequences x tokens, such as 32x15000",
     )

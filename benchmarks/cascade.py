@@ -44,6 +44,7 @@ from common import (
     clock,
     earlier_runs,
     machine,
+    parse_point,
     parser,
     save,
     write,
@@ -596,12 +597,6 @@ def measure(arguments: argparse.Namespace) -> None:
                 print(json.dumps({"arm": arm, "pass": row}), flush=True)
 
 
-def pair(text: str) -> tuple[int, int]:
-    """Parse a point such as ``32x15000`` into sequences and tokens."""
-    batch, length = text.split("x")
-    return int(batch), int(length)
-
-
 def main() -> None:
     options = parser(__doc__)
     names = ", ".join(WITH_HEAD)
@@ -618,7 +613,7 @@ def main() -> None:
         each.add_argument("--child", help=argparse.SUPPRESS)
         if part == "synthetic":
             each.add_argument("--shape", choices=SIZES, default="qwen3-1.7b")
-            each.add_argument("--points", nargs="+", type=pair, default=POINTS)
+            each.add_argument("--points", nargs="+", type=parse_point, default=POINTS)
             each.add_argument(
                 "--draft-tokens",
                 type=int,

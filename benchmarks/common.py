@@ -93,6 +93,19 @@ def cache_size(gib: float | None) -> dict[str, Any]:
     return {"memory": 0.1, "kv_cache_memory_bytes": int(gib * 2**30)}
 
 
+def parse_point(text: str) -> tuple[int, int]:
+    """Parse a point such as ``32x15000`` from the command line into sequences and tokens.
+
+    Raises ArgumentTypeError, whose message argparse shows, if the form is wrong.
+    """
+    found = re.fullmatch(r"(\d+)x(\d+)", text)
+    if not found:
+        raise argparse.ArgumentTypeError(
+            f"a point must have the form SEQUENCESxTOKENS, such as 64x4096, got {text!r}"
+        )
+    return int(found[1]), int(found[2])
+
+
 def parse_states(
     options: argparse.ArgumentParser, name: str, states: Mapping[str, Sequence[tuple[int, int]]]
 ) -> tuple[str, list[tuple[int, int]], Path]:

@@ -33,7 +33,7 @@ from typing import Any, get_args
 
 import numpy as np
 import torch
-from common import add_draft_weights, parser, write
+from common import add_draft_weights, parse_point, parser, write
 from rollout import LOGPROBS, POINTS, PROMPT, Bench, recorded
 from rollout_trace import SLOTS, most_cached, responses, simulate, states
 
@@ -293,11 +293,12 @@ def measure(arguments: argparse.Namespace) -> None:
             begin(bench, [15_000 - 64] * 64)
             out.with_suffix(".txt").write_text(in_cuda(bench, 4))
             abandon(bench, 64)
-        points = [tuple(map(int, p.split("x"))) for p in arguments.points]
         parts = arguments.parts.split(",")
         if decoding is not None:
             rates = runner(bench).rejection_sampler.synthetic_conditional_rates
-        for batch, length in (points or POINTS[arguments.shape]) if "points" in parts else ():
+        for batch, length in (
+            (arguments.points or POINTS[arguments.shape]) if "points" in parts else ()
+        ):
             if decoding is not None:
                 hold(bench, 0)
             speed = point(bench, batch, length, 0.0)["tokens_per_s"]
@@ -372,6 +373,7 @@ def main() -> None:
     )
     command.add_argument(
         "--points",
+        type=parse_point,
         nargs="*",
         default=[],
         help="points to measure, as SEQUENCESxTOKENS, such as 64x15000",

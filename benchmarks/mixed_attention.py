@@ -35,7 +35,6 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import re
 import tempfile
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -47,7 +46,7 @@ from typing import Any, NamedTuple
 import never_slower
 import numpy as np
 from cascade import DRAFT_PAGES
-from common import RESULTS, ROOT, parser, save
+from common import RESULTS, ROOT, parse_point, parser, save
 from never_slower import Engines
 
 from sparrow.cost import SHAPES as COST_SHAPES
@@ -84,16 +83,8 @@ class Point(NamedTuple):
 
     @classmethod
     def parse(cls, text: str) -> Point:
-        """Read a point from the command line.
-
-        Raises ArgumentTypeError, whose message argparse shows, if the form is wrong.
-        """
-        found = re.fullmatch(r"(\d+)x(\d+)", text)
-        if not found:
-            raise argparse.ArgumentTypeError(
-                f"a point must have the form SEQUENCESxTOKENS, such as 64x4096, got {text!r}"
-            )
-        return cls(*map(int, found.groups()))
+        """Read a point from the command line; see ``common.parse_point``."""
+        return cls(*parse_point(text))
 
     @property
     def new(self) -> int:

@@ -38,8 +38,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from break_even import fitting, pair
-from common import EXPERTS, earlier_runs, machine, parser, qwen3, save, write
+from break_even import fitting
+from common import EXPERTS, earlier_runs, machine, parse_point, parser, qwen3, save, write
 from processes import EngineProcess, in_turn, told_to_start, wait_for_turn
 from rollout_trace import PROMPT, most_cached, responses, simulate, states
 
@@ -285,7 +285,7 @@ def main() -> None:
     options.add_argument(
         "--points",
         nargs="+",
-        type=pair,
+        type=parse_point,
         default=POINTS,
         help="points to measure, as SEQUENCESxTOKENS, such as 40x15000",
     )

@@ -66,9 +66,13 @@ class Cell(NamedTuple):
 
     @classmethod
     def parse(cls, text: str) -> Cell:
+        """Read a cell from the command line.
+
+        Raises ArgumentTypeError, whose message argparse shows, if the form is wrong.
+        """
         found = re.fullmatch(r"(\d+)x(\d+)\+(\d+)", text)
         if not found:
-            raise ValueError(
+            raise argparse.ArgumentTypeError(
                 f"a cell must have the form REQUESTSxPROMPT+NEW, such as 512x128+300, got {text!r}"
             )
         return cls(*map(int, found.groups()))

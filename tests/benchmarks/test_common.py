@@ -1,6 +1,8 @@
 """Test the code that the benchmark scripts share."""
 
 import json
+import re
+from argparse import ArgumentTypeError
 from pathlib import Path
 
 import pytest
@@ -37,6 +39,15 @@ def common(monkeypatch):
     import common
 
     return common
+
+
+@pytest.mark.parametrize("text", ["64", "64x", "64x4096x2", "64x4096+300", "-1x2", "ax2"])
+def test_point_in_another_form_is_refused_with_the_expected_form(common, text):
+    assert common.parse_point("64x4096") == (64, 4096)
+    with pytest.raises(
+        ArgumentTypeError, match=f"SEQUENCESxTOKENS, .* got {re.escape(repr(text))}"
+    ):
+        common.parse_point(text)
 
 
 def test_results_are_written_with_one_row_per_line_and_can_be_read_back(common, tmp_path):

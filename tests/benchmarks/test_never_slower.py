@@ -3,6 +3,7 @@
 import importlib
 import json
 import sys
+from argparse import ArgumentTypeError
 from pathlib import Path
 
 import pytest
@@ -23,7 +24,7 @@ def test_cells_survive_a_round_trip_through_text(scripts):
     script, _ = scripts
     cell = script.Cell.parse("512x128+300")
     assert cell == (512, 128, 300) and str(cell) == "512x128+300"
-    with pytest.raises(ValueError, match=r"REQUESTSxPROMPT\+NEW, .* got '512x128'"):
+    with pytest.raises(ArgumentTypeError, match=r"REQUESTSxPROMPT\+NEW, .* got '512x128'"):
         script.Cell.parse("512x128")
 
 
