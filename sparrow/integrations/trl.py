@@ -200,8 +200,8 @@ class SparseGRPOTrainer(Trainer):
         if self._reads_all or self._ceiling or self._of_dense:
             yield False
             return
-        self.set_schedule(schedule.reading_everything())
         try:
+            self.set_schedule(schedule.reading_everything())
             yield True
         finally:
             self.set_schedule(schedule)

@@ -166,8 +166,8 @@ class SparsePPOTrainer(Trainer):
     def _measure_ceiling(self) -> None:
         """Probe the replicas while they decode densely."""
         replicas = self.llm_server_manager.get_replicas()
-        push_schedule(replicas, self.schedule.reading_everything())
         try:
+            push_schedule(replicas, self.schedule.reading_everything())
             self._ceiling.measure(self._probed())
         finally:
             push_schedule(replicas, self.schedule)

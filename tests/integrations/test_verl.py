@@ -236,6 +236,23 @@ def test_probe_runs_at_its_configured_interval(composed, monkeypatch):
     assert "sparrow/p5" not in logged[15]
 
 
+def test_the_schedule_is_restored_if_a_replica_cannot_decode_densely(composed, monkeypatch):
+    pushed = []
+
+    def push_schedule(replicas, schedule):
+        pushed.append(schedule)
+        if schedule.is_dense:
+            raise RuntimeError("the second of two replicas is gone")
+
+    monkeypatch.setattr(adapter, "push_schedule", push_schedule)
+    trainer = adapter.SparsePPOTrainer(composed.copy())
+    trainer.schedule = SCHEDULE
+    trainer.llm_server_manager = SimpleNamespace(get_replicas=lambda: "all")
+    with pytest.raises(RuntimeError, match="is gone"):
+        trainer._measure_ceiling()
+    assert pushed == [SCHEDULE.reading_everything(), SCHEDULE]
+
+
 @pytest.fixture(scope="module")
 def cluster():
     ray.init(num_cpus=4, include_dashboard=False, log_to_driver=False)
