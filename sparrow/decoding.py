@@ -327,6 +327,15 @@ class Decoding(LosslessSettings):
         return replace(self, schedule=schedule, has_default_schedule=False)
 
 
+class DraftChoice(NamedTuple):
+    """Consecutive steps in which an engine with adaptive drafting drafted in the same way."""
+
+    drafts: int  # number of tokens to draft, 0 for none
+    budget: float  # what drafts read, as a multiple of the draft schedule; 0 for guesses alone
+    guesses: int  # guesses per sparse pass, 0 for none
+    steps: int = 1
+
+
 def acceptance_at(acceptance: float, multiple: float) -> float:
     """Estimate the acceptance after the draft budget is multiplied by ``multiple``.
 
@@ -352,12 +361,3 @@ def _named(schedule: Any) -> Decoding:
 
 def _schedule(value: Any) -> SparsitySchedule:
     return value if isinstance(value, SparsitySchedule) else SparsitySchedule.load(value)
-
-
-class DraftChoice(NamedTuple):
-    """How an engine with adaptive drafting drafted in a number of consecutive steps."""
-
-    drafts: int  # number of tokens to draft, 0 for none
-    budget: float  # what drafts read, as a multiple of the draft schedule; 0 for guesses alone
-    guesses: int  # guesses per sparse pass, 0 for none
-    steps: int = 1

@@ -39,7 +39,7 @@ AUTO_SETTINGS = ("draft_tokens", "guess_tokens")
 
 @dataclass(frozen=True, kw_only=True)
 class DecodingOptions(LosslessSettings, ModeOptions):
-    """How an engine decodes."""
+    """Options that say how an engine decodes."""
 
     # whether mode auto and schedules that begin with auto are allowed, as in training
     supports_auto = False
@@ -99,8 +99,8 @@ class DecodingOptions(LosslessSettings, ModeOptions):
             )
         if start is not None and not self.supports_auto:
             raise ConfigError(
-                f"schedule is {schedule!r}, but only the command sparrow train can adjust schedules; "
-                "set a fixed schedule"
+                f"schedule is {schedule!r}, but only the command sparrow train can adjust "
+                "schedules; set a fixed schedule"
             )
         self._require_defaults(LOSSLESS_SETTINGS)
         if self.mode == "dense" and chosen:

@@ -340,8 +340,8 @@ def check(vllm_config: Any) -> None:
         )
     if (metered := drafting.meter.metered) is not None:
         logger.info(
-            f"Once every {decoding.meter_cycles} cycles, Sparrow also measures the acceptance under "
-            "meter_schedule (dense layers: "
+            f"Once every {decoding.meter_cycles} cycles, Sparrow also measures the acceptance "
+            "under meter_schedule (dense layers: "
             f"{list(metered.schedule.dense_layers) or 'none'}; top-k pages per bin of "
             f"{metered.schedule.bin_tokens} tokens: {metered.schedule.to_dict()['top_k']})"
         )

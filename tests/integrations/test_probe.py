@@ -90,7 +90,9 @@ class Server:
     """
 
     def __init__(self, mode, schedule, dropped=b'{"success": true}'):
-        self.mode, self.schedule, self.dropped = mode, schedule, dropped
+        self.mode = mode
+        self.schedule = schedule
+        self.dropped = dropped
         self.set: list[SparsitySchedule] = []
 
     def answer(self, url, body=None, allowed=()):

@@ -43,7 +43,8 @@ def test_an_engine_checks_itself_at_start_without_leaving_state_behind(llm, work
 
 
 def test_the_self_check_compares_drafts_and_verification_over_a_cycle(worker, monkeypatch):
-    rows, stock = [], step_checks.distance
+    rows = []
+    stock = step_checks.distance
 
     def distance(found, expected):
         rows.append((len(found), stock(found, expected)))
