@@ -11,6 +11,7 @@ from typing import Any
 
 import numpy as np
 
+from sparrow.decoding import Decoding
 from sparrow.engines.base import Counters
 from sparrow.engines.registry import Asked
 from sparrow.engines.vllm.client import WHOLE_SOFTMAX, WITHOUT_SPARROW, rollout
@@ -201,10 +202,26 @@ def _lists(sampled: Rollout, positions: Sequence[Mapping[int, float]], n: int) -
 
 
 def start(asked: Asked) -> StockEngine:
-    """Start vLLM without Sparrow in this process, with the user's options for ``vllm.LLM``."""
+    """Start vLLM without Sparrow in this process, with the user's options for ``vllm.LLM``.
+
+    Raises ConfigError if a mode or a schedule is asked for.
+    """
+    _check_dense(asked.decoding)
     return StockEngine(asked.checkpoint, **options_of(asked))
 
 
 def start_server(asked: Asked) -> StockServer:
-    """Connect to the server at the given address."""
+    """Connect to the server at the given address.
+
+    Raises ConfigError if a mode or a schedule is asked for.
+    """
+    _check_dense(asked.decoding)
     return StockServer(asked.spec.rest)
+
+
+def _check_dense(decoding: Decoding) -> None:
+    if decoding.mode != "dense":
+        raise ConfigError(
+            f"stock engines run vLLM without Sparrow, but the mode is {decoding.mode!r}; use "
+            "engine vllm, or leave out the mode and the schedule"
+        )

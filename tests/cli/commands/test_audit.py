@@ -67,6 +67,14 @@ def test_inconclusive_audit_exits_with_2(capsys):
         ),
         (["--engine", "stock:dtype=float16"], "leave dtype out, and set precision"),
         (
+            ["--engine", "stock:", "--schedule", "fixed:0"],
+            "stock engines run vLLM without Sparrow, but the mode is 'lossy'; use engine vllm",
+        ),
+        (
+            ["--engine", "stock:", "--mode", "lossless"],
+            "stock engines run vLLM without Sparrow, but the mode is 'lossless'",
+        ),
+        (
             ["--engine", "vllm:adapter=tuned", "--dense-engine", "stock:"],
             "the engine has the adapter tuned, but the dense engine has none; use the same adapter in both",
         ),
