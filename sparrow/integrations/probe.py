@@ -75,6 +75,7 @@ class Probe:
         self._ceiling = Ceiling()
         self._drafts = self._counted_by_vllm()
         self._described = {}
+        self._before = Counters(0, 0)  # taken before a measurement, and not returned yet
         for url in dict.fromkeys(self._urls):
             workers = _rpc(url, "sparrow_describe")
             if workers is not None:
@@ -84,7 +85,7 @@ class Probe:
             first, *_ = next(iter(self._described.values()))
             self.schedule = SparsitySchedule.from_dict(first["schedule"])
             self.mode = first["mode"]
-            self.counted()  # to reset earlier counts
+            self._taken()  # to reset earlier counts
         elif schedule is None:
             raise ConfigError(
                 f"the vLLM servers at {', '.join(self._urls)} do not report their schedule; "
@@ -107,8 +108,14 @@ class Probe:
             return counter_metrics(
                 Counters(0, 0, drafted=drafted, accepted=accepted, cycles=cycles)
             )
+        counters = self._before + self._taken()
+        self._before = Counters(0, 0)
+        return counter_metrics(counters)
+
+    def _taken(self) -> Counters:
+        """Return the counts of all servers, and reset them."""
         parts = (tally(described, partial(_rpc, url)) for url, described in self._described.items())
-        return counter_metrics(total(list(parts)))
+        return total(list(parts))
 
     def measured(
         self, prompts: Sequence[Sequence[int]], max_new_tokens: int, top_n: int = 20
@@ -119,13 +126,15 @@ class Probe:
         The servers must not serve other requests in the meantime. In lossless mode, or if the
         schedule reads everything, samples follow the dense policy, so the measured p5 is also the
         ceiling. Otherwise, the first call also samples densely to measure the ceiling, provided the
-        servers allow schedule changes. On servers in development mode, the next call to ``counted``
-        leaves this measurement out.
+        servers allow schedule changes. On servers in development mode, ``counted`` leaves this
+        measurement out.
 
         Raises SparrowError if a server cannot drop its prefix cache because it serves other
         requests.
         """
         samples_are_dense = self.mode == "lossless" or self.schedule.is_dense
+        if self._is_open:
+            self._before += self._taken()
         if self._is_open and not (samples_are_dense or self._ceiling):
             try:
                 self._set(self.schedule.reading_everything())
@@ -137,7 +146,7 @@ class Probe:
             self._ceiling.measure(report)
         self.report = self._ceiling.on(report)
         if self._is_open:
-            self.counted()
+            self._taken()
         dense_up_to = inf if samples_are_dense else self.schedule.dense_up_to
         return mismatch_metrics(self.report, dense_up_to)
 

@@ -94,6 +94,8 @@ class Server:
         self.schedule = schedule
         self.dropped = dropped
         self.set: list[SparsitySchedule] = []
+        self.read = 0
+        self.held = 0
 
     def answer(self, url, body=None, allowed=()):
         if url.endswith("/metrics"):
@@ -104,12 +106,17 @@ class Server:
             self.set.append(SparsitySchedule.from_json(body["args"][0]))
         layers = {"sparse_layers": [0, 1], "dense_layers": []}
         described = {"mode": self.mode, "schedule": self.schedule.to_dict(), **layers}
-        counts = dict(tokens_read=0, tokens_held=0, drafted=0, accepted=0, emitted=0)
+        drafts = dict(drafted=0, accepted=0, emitted=0)
+        counts = dict(tokens_read=self.read, tokens_held=self.held, **drafts)
+        if body["method"] == "sparrow_counters":
+            self.read = self.held = 0
         acceptance = {"acceptance": DraftAcceptance.empty().to_dict()}
         results = {"sparrow_describe": described, "sparrow_acceptance": acceptance}
         return httpx.Response(200, json={"results": [results.get(body["method"], counts)]})
 
     def respond(self, urls, prompts, schedule, max_new_tokens, top_n):
+        self.read += 90
+        self.held += 100
         now = self.set[-1] if self.set else self.schedule
         alpha = np.full(4, 0.9 if now.is_dense or self.mode == "lossless" else 0.5)
         return [TokenAcceptance(alpha, alpha, np.full(4, 160)) for _ in prompts]
@@ -128,6 +135,18 @@ def watched(monkeypatch):
 
 
 EVERYTHING = DRAFTS.reading_everything()
+
+
+def test_counts_leave_out_measurements_but_not_the_steps_before_them(watched):
+    server = Server("lossy", DRAFTS)
+    watching = watched(server)
+    server.read = 30
+    server.held = 100
+    watching.measured([[1], [2]], 4)
+    server.read = 50
+    server.held = 100
+    assert watching.counted()["sparrow/tokens_read"] == 0.4
+    assert watching.counted() == {}
 
 
 @pytest.mark.parametrize(
