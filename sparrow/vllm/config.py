@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 from collections.abc import Iterator, Mapping
+from difflib import get_close_matches
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from sparrow.decoding import Decoding
@@ -36,12 +37,21 @@ def from_environment() -> Decoding | None:
     with a JSON mode.
     """
     mode, schedule = (os.environ.get(name, "").strip() for name in (MODE_ENVIRONMENT, ENVIRONMENT))
+    try:
+        return _decoding(mode, schedule)
+    except ConfigError as error:
+        given = {MODE_ENVIRONMENT: mode, ENVIRONMENT: schedule}
+        where = " and ".join(f"{name}={value!r}" for name, value in given.items() if value)
+        raise ConfigError(f"cannot use {where} from the environment: {error}") from error
+
+
+def _decoding(mode: str, schedule: str) -> Decoding | None:
     if not mode:
         return Decoding.lossy(schedule) if schedule else None
     if mode.startswith("{"):
         if schedule:
             raise ConfigError(
-                f"{MODE_ENVIRONMENT}={mode!r} already contains all settings; unset {ENVIRONMENT}={schedule!r}"
+                f"{MODE_ENVIRONMENT} already contains all settings; unset {ENVIRONMENT}"
             )
         return Decoding.load(mode)
     key = "draft_schedule" if mode == "lossless" else "schedule"
@@ -59,6 +69,18 @@ def variables(values: Mapping[str, str | None]) -> Iterator[None]:
         yield
     finally:
         _set(before)
+
+
+def is_ours_but_unset(arguments: Any) -> bool:
+    """Return whether vLLM's ``EngineArgs`` name Sparrow's attention backend, but neither they nor
+    the environment say how to decode.
+    """
+    from vllm.v1.attention.backends.registry import AttentionBackendEnum
+
+    if setup.backend_of(arguments) != "CUSTOM" or requested(arguments) is not None:
+        return False
+    custom = AttentionBackendEnum.CUSTOM  # another plugin may have registered its own backend
+    return custom.is_overridden() and custom.get_path().startswith("sparrow.")
 
 
 def _set(values: Mapping[str, str | None]) -> None:
@@ -96,12 +118,14 @@ def requested(vllm_config: Any) -> Decoding | None:
     environment. Return None if neither has any; the engine then decodes like stock vLLM.
 
     Raises ConfigError if ``Decoding.load`` cannot read the settings, or if ``additional_config``
-    has another name that begins with "sparrow".
+    has another name that begins with "sparrow", in any case, or resembles it.
     """
     given = getattr(vllm_config, "additional_config", None)
     names = (KEY, KERNELS_KEY)
     for name in given if isinstance(given, Mapping) else ():
-        if str(name).startswith(KEY) and name not in names:
+        spelt = str(name).lower()
+        is_meant_for_us = spelt.startswith(KEY) or get_close_matches(spelt, names, cutoff=0.8)
+        if is_meant_for_us and name not in names:
             raise ConfigError(f"additional_config has no setting {name!r}, expected one of {names}")
     value = additional(vllm_config, KEY)
     return from_environment() if value is None else Decoding.load(value)

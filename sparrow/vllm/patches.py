@@ -170,6 +170,7 @@ def _checked_initialize_from_config(stock: Any) -> Any:
 def _prepared_engine_arguments(stock: Any) -> Any:
     @wraps(stock)
     def create_engine_config(self: Any, *args: Any, **kwargs: Any) -> Any:
+        from vllm.logger import init_logger
         from vllm.platforms import current_platform
 
         decoding = config.requested(self)
@@ -177,6 +178,12 @@ def _prepared_engine_arguments(stock: Any) -> Any:
             config.settle(self, decoding, current_platform.is_cpu())
             if decoding.is_lossless:
                 setup.prepare(self, decoding, current_platform.is_cpu())
+        elif config.is_ours_but_unset(self):
+            init_logger("vllm.sparrow").warning(
+                "The attention backend is CUSTOM, which is Sparrow's, but Sparrow has no settings, "
+                f"so vLLM decodes densely; set {config.KEY!r} in additional_config, or "
+                f"{config.MODE_ENVIRONMENT} or {config.ENVIRONMENT} in the environment"
+            )
         vllm_config = stock(self, *args, **kwargs)
         if decoding is not None and decoding.is_lossless:
             setup.claim(vllm_config.speculative_config)

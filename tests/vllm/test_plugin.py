@@ -468,9 +468,12 @@ def test_kernels_in_the_config_override_the_environment(monkeypatch):
 
 
 def test_misspelt_settings_are_refused():
-    given = {"sparrow": "dense", "sparrow_kernal": "triton", "other": 1}
-    with pytest.raises(ConfigError, match=r"^additional_config has no setting 'sparrow_kernal'"):
-        config.requested(SimpleNamespace(additional_config=given))
+    for name in ("sparrow_kernal", "Sparrow", "SPARROW", "sparow"):
+        given = {"sparrow": "dense", name: "triton", "other": 1, "sparse": 2}
+        with pytest.raises(ConfigError, match=rf"^additional_config has no setting '{name}'"):
+            config.requested(SimpleNamespace(additional_config=given))
+    others = SimpleNamespace(additional_config={"other": 1, "sparse": 2})
+    assert config.requested(others) is None
 
 
 def test_a_schedule_in_the_config_overrides_the_environment(monkeypatch, tmp_path):
@@ -521,7 +524,14 @@ def test_conflicting_environment_variables_raise_an_error(monkeypatch):
     monkeypatch.setenv("SPARROW_MODE", '{"mode": "lossless"}')
     monkeypatch.setenv("SPARROW_SCHEDULE", "fixed:9")
     with pytest.raises(
-        ConfigError, match="contains all settings; unset SPARROW_SCHEDULE='fixed:9'"
+        ConfigError, match=r"SPARROW_SCHEDULE='fixed:9' .* all settings; unset SPARROW_SCHEDULE$"
+    ):
+        config.from_environment()
+    monkeypatch.setenv("SPARROW_MODE", "dense")
+    with pytest.raises(
+        ConfigError,
+        match=r"^cannot use SPARROW_MODE='dense' and SPARROW_SCHEDULE='fixed:9' from the "
+        r"environment: mode 'dense' has no setting 'schedule'",
     ):
         config.from_environment()
 
@@ -1006,6 +1016,22 @@ def test_environment_variables_configure_an_engine_like_its_config(given, backen
     on_cpu = engine_arguments()
     config.settle(on_cpu, Decoding.lossy(SCHEDULE), on_cpu=True)
     assert on_cpu.attention_backend is None
+
+
+def test_an_engine_with_sparrows_backend_but_without_settings_gets_a_warning(monkeypatch):
+    pytest.importorskip("vllm.version")
+    from vllm.v1.attention.backends.registry import AttentionBackendEnum
+
+    paths = {AttentionBackendEnum.CUSTOM: "sparrow.vllm.cuda.CudaBackend"}
+    monkeypatch.setattr(AttentionBackendEnum, "is_overridden", lambda self: self in paths)
+    monkeypatch.setattr(AttentionBackendEnum, "get_path", lambda self: paths[self])
+    unset = engine_arguments(attention_backend="CUSTOM")
+    assert config.is_ours_but_unset(unset)
+    assert not config.is_ours_but_unset(engine_arguments())
+    dense = engine_arguments(attention_backend="CUSTOM", additional_config={"sparrow": "dense"})
+    assert not config.is_ours_but_unset(dense)
+    paths[AttentionBackendEnum.CUSTOM] = "theirs.Backend"
+    assert not config.is_ours_but_unset(unset)
 
 
 def test_an_engine_without_sparrow_uses_stock_flash_attention_even_after_a_sparse_engine(
