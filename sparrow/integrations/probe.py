@@ -64,13 +64,15 @@ class Probe:
         urls: addresses of servers with the same weights and settings.
         schedule: the servers' schedule; only used if they don't report it.
 
-    Raises ConfigError if a server does not answer, if one in development mode runs without Sparrow,
-    or if ``schedule`` is missing and the servers don't report theirs.
+    Raises ConfigError if there are no addresses, if a server does not answer, if one in development
+    mode runs without Sparrow, or if ``schedule`` is missing and the servers don't report theirs.
     """
 
     report: MismatchReport | None = None  # the last measurement
 
     def __init__(self, urls: Sequence[str], schedule: SparsitySchedule | None = None) -> None:
+        if isinstance(urls, str) or not urls:
+            raise ConfigError(f"urls must be a list of server addresses, got {urls!r}")
         self._urls = [url.rstrip("/") for url in urls]
         self._ceiling = Ceiling()
         self._drafts = self._counted_by_vllm()
@@ -129,9 +131,11 @@ class Probe:
         servers allow schedule changes. On servers in development mode, ``counted`` leaves this
         measurement out.
 
-        Raises SparrowError if a server cannot drop its prefix cache because it serves other
-        requests.
+        Raises ConfigError if there are no prompts, or SparrowError if a server cannot drop its
+        prefix cache because it serves other requests.
         """
+        if not prompts:
+            raise ConfigError("there are no prompts to measure; pass at least one")
         samples_are_dense = self.mode == "lossless" or self.schedule.is_dense
         if self._is_open:
             self._before += self._taken()

@@ -137,6 +137,17 @@ def watched(monkeypatch):
 EVERYTHING = DRAFTS.reading_everything()
 
 
+@pytest.mark.parametrize("urls", ["http://served", []])
+def test_addresses_that_are_not_a_list_raise_an_error(urls):
+    with pytest.raises(ConfigError, match="urls must be a list of server addresses, got "):
+        probe.Probe(urls)
+
+
+def test_measuring_no_prompts_raises_an_error(watched):
+    with pytest.raises(ConfigError, match="no prompts to measure"):
+        watched(Server("lossy", DRAFTS)).measured([], 4)
+
+
 def test_counts_leave_out_measurements_but_not_the_steps_before_them(watched):
     server = Server("lossy", DRAFTS)
     watching = watched(server)
