@@ -274,6 +274,12 @@ class RunDir:
         lines = path.read_bytes().splitlines() if path.exists() else []
         return [json.loads(line) for line in lines if step < _step_of(line) < float("inf")]
 
+    def has_logged(self, step: int) -> bool:
+        """Return whether the metrics of a step are in the log."""
+        path = self.path / METRICS
+        lines = path.read_bytes().splitlines() if path.exists() else []
+        return any(_step_of(line) == step for line in lines)
+
     def truncate(self, step: int) -> None:
         """Remove everything logged after ``step``, including an incomplete last line and later
         exports.

@@ -27,7 +27,7 @@ from sparrow.errors import ConfigError, EngineError, RewardError, TaskError, Tra
 from sparrow.mismatch import Ceiling, MismatchReport
 from sparrow.mismatch.ceiling import CEILING_RESPONSES
 from sparrow.mismatch.tokens import pool
-from sparrow.run.directory import LoggedResponse, RunConfig, RunDir, TrainerState
+from sparrow.run.directory import METRICS, LoggedResponse, RunConfig, RunDir, TrainerState
 from sparrow.schedule import SparsitySchedule
 from sparrow.tasks import Task
 from sparrow.tasks.dataset import fingerprint, fingerprint_of
@@ -455,6 +455,13 @@ class Trainer:
         changes = self._changes_since(before, given)
         self._restore(load_checkpoint(folder, self.learner), given.schedule, changes)
         self._logged_choices = self._choices_to_replay(changes)
+        if self.step and self.ranks.is_main and not self.run_dir.has_logged(self.step):
+            log.warning(
+                "%s has no metrics of step %d, whose checkpoint the run continues; reports will "
+                "lack the steps that are missing",
+                self.run_dir.path / METRICS,
+                self.step,
+            )
         self.ranks.on_main("resume", lambda: self.run_dir.truncate(self.step))
         return self._resumed_record(before, given, changes)
 

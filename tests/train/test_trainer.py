@@ -240,6 +240,15 @@ def test_a_resumed_run_equals_an_uninterrupted_run(tmp_path):
     assert rollouts[0] == rollouts[1]
 
 
+def test_resuming_without_the_metrics_of_the_checkpoint_gives_a_warning(tmp_path, caplog):
+    make_trainer(tmp_path, steps=1, save_every=1).train()
+    make_trainer(tmp_path, steps=2, save_every=1, resume=True).train()
+    assert "has no metrics" not in caplog.text
+    (tmp_path / "metrics.jsonl").write_text("")
+    make_trainer(tmp_path, steps=3, save_every=1, resume=True).train()
+    assert f"{tmp_path / 'metrics.jsonl'} has no metrics of step 2, whose" in caplog.text
+
+
 class Choosing(HFEngine):
     """An engine that chooses a different number of drafts in every process, like an engine that
     chooses by measured speed. It can also replay given choices.
