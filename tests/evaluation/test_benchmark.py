@@ -146,7 +146,6 @@ def test_lossless_samples_are_reused_only_if_every_lossless_setting_matches(
         ["--draft-schedule", "fixed:2"],
         ["--draft-tokens", "3"],
         ["--no-adapt-draft-tokens"],
-        ["--adapt-draft-budget", "True"],
         ["--guess-tokens", "2"],
         ["--drafter-invariant"],
     ]
