@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from sparrow.decoding import Decoding
-from sparrow.errors import ConfigError, UnsupportedModel
+from sparrow.errors import ConfigError, SparrowError, UnsupportedModel
 from sparrow.schedule import SparsitySchedule
 from sparrow.vllm import config, kv_cache
 from sparrow.vllm.lossless.graphs import most_rows
@@ -87,33 +87,70 @@ def sparrow_load_weights(self: Any, weights: Iterable[tuple[str, Tensor]] | str)
     An engine with quantised weights (``quantization="fp8"``) quantises the new weights as well. All
     weights of a layer must then be passed in the same call.
 
-    Raises ConfigError if a name doesn't match any of the model's weights, if weights that are
-    quantised together are incomplete, or if vLLM has changed the layout of experts or
-    convolutions.
+    Raises ConfigError if the file cannot be read, or if vLLM has changed the layout of experts or
+    convolutions. The model then keeps its weights. Also raises ConfigError if loading fails, for
+    example because a name or shape doesn't match any of the model's weights, or because weights
+    that are quantised together are incomplete. Some of the model's weights may then be new.
     """
     _check_convolutions(self.model_runner.model)
-    if self.vllm_config.quant_config is None:
+    is_quantised = self.vllm_config.quant_config is not None
+    if not is_quantised:
         _check_experts(self.model_runner.model)
     if isinstance(weights, str):
-        from safetensors.torch import load_file
-
-        weights = load_file(weights, device=str(self.device)).items()
+        weights = _read(weights, str(self.device))
+    given: list[str] = []
+    weights = _recorded(weights, given)
     try:
-        if self.vllm_config.quant_config is None:
-            self.model_runner.model.load_weights(weights)
-        else:
+        if is_quantised:
             # This is a generator, so that not all weights have to be in memory at once. It checks
             # for missing weights at the end.
             self.model_runner.reload_weights(
                 weights_iterator=_whole(weights, self.model_runner.model)
             )
-    except (KeyError, ValueError) as error:
+        else:
+            self.model_runner.model.load_weights(weights)
+    except SparrowError:
+        raise  # from the caller's own iterable
+    except Exception as error:
         reason = str(error).partition(". ")[0]  # the rest lists all names in the model
+        last = f"the last weight read was {given[-1]!r}" if given else "no weight was read"
+        # vLLM keeps the weights of an unfinished quantised layer, and would mix them with new ones.
+        remedy = (
+            "start a new engine, and pass it all weights of a quantised layer in one call"
+            if is_quantised
+            else "load all weights again"
+        )
         raise ConfigError(
-            f"vLLM cannot load these weights ({reason}); use the Hugging Face names in the "
-            "checkpoint that the engine was started with, and pass all weights of a quantised "
-            "layer in one call"
+            f"vLLM cannot load these weights ({type(error).__name__}: {reason}; {last}), and the "
+            f"model may now hold a mixture of old and new ones; {remedy}, with the Hugging Face "
+            "names and the shapes in the checkpoint that the engine was started with"
         ) from error
+
+
+def _read(path: str, device: str) -> Iterable[tuple[str, Tensor]]:
+    """Read all weights in a safetensors file.
+
+    Raises ConfigError if the file cannot be read.
+    """
+    from safetensors import SafetensorError
+    from safetensors.torch import load_file
+
+    try:
+        return load_file(path, device=device).items()
+    except (OSError, SafetensorError) as error:
+        raise ConfigError(
+            f"cannot read weights from {path!r} ({error}), so nothing was loaded from it; pass the "
+            "path of a complete safetensors file on the machine that vLLM runs on"
+        ) from error
+
+
+def _recorded(
+    weights: Iterable[tuple[str, Tensor]], given: list[str]
+) -> Iterable[tuple[str, Tensor]]:
+    """Yield ``weights``, and add each one's name to ``given`` first."""
+    for name, weight in weights:
+        given.append(name)
+        yield name, weight
 
 
 def _check_experts(model: Any) -> None:

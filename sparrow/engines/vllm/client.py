@@ -96,7 +96,8 @@ class Client(ABC):
     def update_weights(self, weights: Iterable[tuple[str, Tensor]]) -> None:
         """See ``Engine.update_weights``. Merge a LoRA into full weights first.
 
-        Raises ConfigError if the model has no weight by that name.
+        Raises ConfigError if loading fails, for example because the model has no weight by that
+        name. All weights must then be loaded again.
         """
         for path in weight_files(weights, whole="weights" in self._described[0]):
             self.rpc("sparrow_load_weights", path)

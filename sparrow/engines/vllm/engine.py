@@ -101,7 +101,8 @@ class InProcessClient(Client):
         """See ``Engine.update_weights``. If the model is in this process, weights don't go through
         host memory.
 
-        Raises ConfigError if the model has no weight by that name.
+        Raises ConfigError if loading fails, for example because the model has no weight by that
+        name. All weights must then be loaded again.
         """
         if not self._in_process:
             return super().update_weights(weights)

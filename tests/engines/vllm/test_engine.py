@@ -2,8 +2,10 @@
 every kind of scheduling.
 """
 
+import errno
 import json
 import os
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -20,8 +22,9 @@ from sparrow.cli import main
 from sparrow.engines.hf import HFEngine
 from sparrow.engines.vllm.engine import rollout_of
 from sparrow.engines.vllm.stock import StockEngine
-from sparrow.errors import ConfigError, EngineError, UnsupportedModel
+from sparrow.errors import ConfigError, EngineError, ProcessLost, UnsupportedModel
 from sparrow.rollout import Sampling
+from sparrow.vllm import control
 from tests.vllm import tiny_vllm as tiny
 from tests.vllm.tiny_vllm import (
     SMALL,
@@ -292,8 +295,67 @@ def test_engine_with_updated_weights_behaves_like_a_new_engine(tmp_path, tied):
         assert logprob_gap(sparrow.generate(RAGGED, SAMPLED), before) < 1e-5
         with pytest.raises(ConfigError, match="Hugging Face name"):
             sparrow.update_weights([("model.layers.9.mlp.down_proj.weight", torch.zeros(64, 96))])
-        with pytest.raises(ConfigError, match=r"named 'visual' in \w+\); use"):  # not all names
+        with pytest.raises(ConfigError, match=r"named 'visual' in \w+; the last"):  # not all names
             sparrow.update_weights([("visual.weight", torch.zeros(64, 96))])
+
+
+def test_failed_weight_update_says_which_weights_the_model_has(folder, tmp_path):
+    new = {name: p.detach() for name, p in tiny.tiny_model(seed=1).named_parameters()}
+    norms = [name for name in new if "norm" in name]
+    garbage = tmp_path / "garbage.safetensors"
+    garbage.write_bytes(b"not weights" * 10)
+    with engine(folder) as sparrow:
+        before = sparrow.generate(RAGGED, GREEDY)
+        unread = {tmp_path: "", garbage: "header", tmp_path / "none": os.strerror(errno.ENOENT)}
+        for path, reason in unread.items():
+            with pytest.raises(
+                ConfigError,
+                match=rf"read weights from '{path}' \(.*{reason}.*nothing was loaded from it; pass",
+            ):
+                sparrow.rpc("sparrow_load_weights", str(path))
+        assert same_tokens(sparrow.generate(RAGGED, GREEDY), before)
+
+        def cut_off():
+            yield norms[0], new[norms[0]]
+            raise OSError("disk error")
+
+        for weights, reason in [
+            ([*new.items(), ("nonsense", torch.zeros(3))], "nonsense.*last weight .* 'nonsense'"),
+            ([*new.items(), (norms[-1], torch.zeros(3))], rf"AssertionError.*3.*64.*{norms[-1]}'"),
+            (cut_off(), rf"OSError: disk error; the last weight read was '{norms[0]}'"),
+        ]:
+            with pytest.raises(
+                ConfigError, match=f"{reason}.*mixture of old and new ones; load all weights again"
+            ):
+                sparrow.update_weights(weights)
+
+        def lost():
+            yield norms[0], new[norms[0]]
+            raise ProcessLost("a process died")
+
+        with pytest.raises(ProcessLost):
+            sparrow.update_weights(lost())
+        sparrow.update_weights(tiny.tiny_model().named_parameters())
+        assert same_tokens(sparrow.generate(RAGGED, GREEDY), before)
+
+
+def test_failed_update_of_quantised_weights_requires_a_new_engine():
+    """vLLM would mix the layers that it has begun to reload with the next update."""
+
+    def reload_weights(weights_iterator):
+        list(weights_iterator)
+
+    model = SimpleNamespace(
+        modules=list, packed_modules_mapping={"gate_up_proj": ["gate_proj", "up_proj"]}
+    )
+    worker = SimpleNamespace(
+        vllm_config=SimpleNamespace(quant_config=object()),
+        model_runner=SimpleNamespace(model=model, reload_weights=reload_weights),
+    )
+    with pytest.raises(
+        ConfigError, match=r"quantised together .* was 'mlp.up_proj.weight'\).*; start a new engine"
+    ):
+        control.sparrow_load_weights(worker, [("mlp.up_proj.weight", torch.zeros(2))])
 
 
 @pytest.mark.slow
