@@ -9,6 +9,7 @@ import tempfile
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import BinaryIO
 
 from sparrow.errors import ConfigError
 
@@ -68,15 +69,25 @@ def write_parts(path: Path, parts: Iterable[bytes]) -> None:
     """Like ``write_text``, but write the contents one part at a time, so that they needn't fit in
     memory. The parts may be read from the file that is replaced.
     """
+    with replacing(path) as file:
+        file.writelines(parts)
+
+
+@contextmanager
+def replacing(path: Path) -> Iterator[BinaryIO]:
+    """Open a file whose contents are replaced atomically at the end of the ``with`` block.
+
+    Raises ConfigError if the file can't be written.
+    """
     with _writing(path):
         if path.exists() and not path.is_file():  # a device or a pipe, which must not be replaced
             with open(path, "wb") as file:
-                file.writelines(parts)
+                yield file
             return
         partial = path.with_name(path.name + ".partial")
         try:
             with open(partial, "wb") as file:
-                file.writelines(parts)
+                yield file
                 file.flush()
                 os.fsync(file.fileno())
             os.replace(partial, path)

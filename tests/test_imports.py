@@ -43,6 +43,7 @@ ALLOWED = {
     "calibrate.trajectories": [
         "engines.base",
         "engines.measure",
+        "files",
         "mismatch",
         "mismatch.tokens",
         "rollout",

@@ -7,15 +7,18 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
+from sparrow import files
 from sparrow.engines.base import Engine, Scorer
 from sparrow.engines.measure import sample
+from sparrow.errors import ConfigError
 from sparrow.mismatch import engine_noise, with_noise
 from sparrow.mismatch.tokens import TokenAcceptance, token_acceptance
 from sparrow.rollout import Rollout, Sampling, Scores, split
@@ -108,10 +111,11 @@ class Trajectories:
         )
         if not path.exists():
             scores: list[Scores] = self._scorer.score(self.rollouts, schedule, self._temperature)
-            partial = path.with_suffix(".partial.npy")
-            np.save(partial, np.concatenate([s.top_logprobs for s in scores]))
-            partial.replace(path)
-        return split(np.load(path), [len(r) for r in self.rollouts])
+            with files.replacing(path) as file:
+                np.save(file, np.concatenate([s.top_logprobs for s in scores]))
+        with _reading(path):
+            flat = np.load(path)
+        return split(flat, [len(r) for r in self.rollouts])
 
 
 def _digest(*parts: Any) -> str:
@@ -129,15 +133,28 @@ def _save_rollouts(path: Path, rollouts: Sequence[Rollout]) -> None:
     arrays["prompt_lengths"] = np.array([len(r.prompt_ids) for r in rollouts])
     arrays["lengths"] = np.array([len(r) for r in rollouts])
     arrays["finish_reasons"] = np.array([r.finish_reason for r in rollouts])
-    partial = path.with_suffix(".partial.npz")
-    np.savez(partial, **arrays)
-    partial.replace(path)
+    with files.replacing(path) as file:
+        np.savez(file, **arrays)
 
 
 def _load_rollouts(path: Path) -> list[Rollout]:
-    with np.load(path) as file:
+    with _reading(path), np.load(path) as file:
         prompts = split(file["prompt_ids"], file["prompt_lengths"])
         columns = [split(file[name], file["lengths"]) for name in _ARRAYS]
         reasons = file["finish_reasons"].tolist()
     rows = zip(prompts, *columns, reasons, strict=True)
     return [Rollout(prompt.tolist(), *parts) for prompt, *parts in rows]
+
+
+@contextmanager
+def _reading(path: Path) -> Iterator[None]:
+    """Turn any error into a ConfigError, because numpy raises errors of many types if a file is
+    damaged.
+    """
+    try:
+        yield
+    except Exception as error:
+        raise ConfigError(
+            f"cannot read {path}, which may be damaged ({type(error).__name__}); delete it, and "
+            "run the same command again"
+        ) from error

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import hashlib
 import json
 import math
@@ -28,6 +27,8 @@ from sparrow.tasks.prompts import encode
 from sparrow.tasks.verify import TIME_LIMIT, verify_all
 
 CHUNK = 32  # number of problems sampled between writes to disk
+NEEDED = {"index", "problem", "prompt", "sample", "response", "reward", "answer", "tokens"}
+"""Keys of every stored sample, including those by older versions of Sparrow."""
 
 
 @dataclass(frozen=True)
@@ -288,18 +289,30 @@ def markdown_table(results: Sequence[BenchmarkResult]) -> str:
 def _read_samples(path: Path) -> dict[tuple[Any, ...], dict[str, Any]]:
     """Read the samples, keyed by index, problem, prompt and number. A line that a killed process
     left incomplete is skipped, and its sample is drawn again.
+
+    Raises ConfigError if any other line is not a sample.
     """
     if not path.exists():
         return {}
-    text = path.read_text(encoding="utf-8")
-    if text and not text.endswith("\n"):
+    text = path.read_bytes()
+    if text and not text.endswith(b"\n"):
         with open(path, "a", encoding="utf-8") as file:
             file.write("\n")
     samples = {}
-    for line in text.splitlines():
-        with contextlib.suppress(json.JSONDecodeError):
-            row = json.loads(line)
-            samples[_name_of(row)] = row
+    for number, line in enumerate(text.splitlines(), start=1):
+        try:
+            row = json.loads(line.decode())
+            is_sample = isinstance(row, dict) and row.keys() >= NEEDED
+        except json.JSONDecodeError:
+            continue
+        except UnicodeDecodeError:
+            is_sample = False
+        if not is_sample:
+            raise ConfigError(
+                f"line {number} of {path} is not a sample; delete the line or the whole file, and "
+                "run the same command again"
+            )
+        samples[_name_of(row)] = row
     return samples
 
 

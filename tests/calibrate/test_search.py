@@ -381,6 +381,36 @@ def test_engine_sleeps_while_the_scorer_works(tmp_path):
     assert resumed() == "sleep score"
 
 
+@pytest.mark.parametrize("kind", ["rollouts-*.npz", "scores-*.npy"])
+@pytest.mark.parametrize("left", [0, 0.5, 0.95], ids=["empty", "half", "almost whole"])
+def test_damaged_file_is_reported_with_its_remedy(tmp_path, kind, left):
+    logprobs = np.zeros((9, 4), np.float32)
+    rollout = Rollout(
+        [1, 2], np.arange(9), logprobs[:, 0], logprobs.astype(np.int32), logprobs, "length"
+    )
+    engine = SimpleNamespace(
+        wake=lambda: None,
+        set_schedule=lambda schedule: None,
+        generate=lambda prompts, sampling: [rollout],
+        sleep=lambda: None,
+        score=lambda *_: [Scores(logprobs[:, 0], logprobs, logprobs[:, 0])],
+    )
+
+    def stored():
+        Trajectories(engine, engine, [[1, 2]], Sampling(9), tmp_path)
+        return sorted(path.name for path in tmp_path.iterdir())
+
+    names = stored()
+    (path,) = tmp_path.glob(kind)
+    contents = path.read_bytes()
+    path.write_bytes(contents[: int(left * len(contents))])
+    with pytest.raises(ConfigError, match=f"cannot read {path}, .*; delete it, and run the same"):
+        stored()
+    path.unlink()
+    assert stored() == names
+    assert path.read_bytes() == contents
+
+
 def test_schedule_is_written_even_if_stdout_is_closed(tmp_path, monkeypatch):
     from sparrow.calibrate import run
     from sparrow.cli import terminal

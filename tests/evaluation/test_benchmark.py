@@ -304,6 +304,30 @@ def test_samples_that_another_call_adds_during_judging_are_kept(tmp_path):
     assert {row["sample"]: row["reward"] for row in rows} == {0: 1.0, 1: 0.0}
 
 
+SAMPLE = {"index": 0, "problem": "p", "prompt": "x", "sample": 0, "response": "7"}
+SAMPLE |= {"reward": 1.0, "answer": "7", "tokens": 3}
+
+
+@pytest.mark.parametrize(
+    "damage",
+    [
+        b'{"problem": "p"}',
+        b"[1]",
+        b'{"response": "\xff"}',
+        json.dumps(SAMPLE)[:-14].encode() + b"}",
+    ],
+    ids=["other keys", "no object", "not UTF-8", "no tokens"],
+)
+def test_line_that_is_not_a_sample_is_reported_with_its_remedy(tmp_path, damage):
+    path = tmp_path / "samples.jsonl"
+    whole = json.dumps(SAMPLE).encode()
+    path.write_bytes(b"\n".join([whole, whole[:9], damage, whole]))
+    with pytest.raises(ConfigError, match=f"line 3 of {path} is not a sample; delete the line or"):
+        benchmark._read_samples(path)
+    path.write_bytes(b"\n".join([whole, whole[:9], whole]))
+    assert benchmark._read_samples(path) == {(0, "p", "x", 0): SAMPLE}
+
+
 def test_weight_digest_detects_a_single_changed_bit():
     model = tiny_model()
     before = benchmark.weights_digest(model)
