@@ -69,17 +69,29 @@ class InProcessClient(Client):
             self.llm = LLM(model=model, **arguments)
         vllm_config = self.llm.llm_engine.vllm_config
         self._in_process = vllm_config.parallel_config.world_size == 1
-        super().__init__(vllm_config.model_config.max_model_len, described)
+        self._model_config = vllm_config.model_config
+        super().__init__(self._model_config.max_model_len, described)
 
     def generate(self, prompts: Sequence[Sequence[int]], sampling: Sampling) -> list[Rollout]:
+        """See ``Engine.generate``.
+
+        Raises ConfigError if ``top_n`` is above the engine's option ``max_logprobs``.
+        """
         from vllm import SamplingParams
 
         self.check(prompts, sampling)
+        top_n = min(sampling.top_n, self._model_config.get_vocab_size())
+        most = self._model_config.max_logprobs
+        if -1 < most < top_n:
+            raise ConfigError(
+                f"top_n is {top_n}, but this vLLM engine allows lists of at most {most} tokens; "
+                "lower top_n, or start the engine with a larger max_logprobs"
+            )
         parameters = [
             SamplingParams(
                 max_tokens=sampling.max_new_tokens,
                 temperature=sampling.temperature,
-                logprobs=sampling.top_n,
+                logprobs=top_n,
                 top_k=sampling.top_k or 0,
                 top_p=sampling.top_p,
                 seed=seed,
@@ -95,7 +107,7 @@ class InProcessClient(Client):
                 requests, parameters, use_tqdm=shows_bar, lora_request=self._adapter
             )
         pairs = zip(prompts, outputs, strict=True)
-        return [rollout_of(prompt, output.outputs[0], sampling.top_n) for prompt, output in pairs]
+        return [rollout_of(prompt, output.outputs[0], top_n) for prompt, output in pairs]
 
     def update_weights(self, weights: Iterable[tuple[str, Tensor]]) -> None:
         """See ``Engine.update_weights``. If the model is in this process, weights don't go through

@@ -35,6 +35,8 @@ ATTEMPTS = 3
 """How often a prompt is sent if its connection breaks before the response arrives."""
 BROKEN = (httpx.ReadError, httpx.WriteError, httpx.RemoteProtocolError)
 ANSWER_S = 600.0  # timeout for requests other than prompts
+LISTS_REFUSED = "sample logprobs of"
+"""Part of vLLM's message if lists are longer than its ``max_logprobs`` or the vocabulary."""
 CHECK_S = 15.0
 STALL_S = 300.0
 """While waiting for responses, check the server's progress every ``CHECK_S`` seconds. Fail after
@@ -230,8 +232,8 @@ class VLLMServer(HTTPClient):
     def generate(self, prompts: Sequence[Sequence[int]], sampling: Sampling) -> list[Rollout]:
         """See ``Engine.generate``.
 
-        Raises EngineError if the server died, refused a prompt, or generated nothing for
-        ``STALL_S`` seconds.
+        Raises ConfigError if the server does not allow lists of ``top_n`` tokens. Raises EngineError
+        if the server died, refused a prompt, or generated nothing for ``STALL_S`` seconds.
         """
         self.check(prompts, sampling)
         # The server puts the sampled token first, then cuts the list to the requested length.
@@ -250,8 +252,17 @@ class VLLMServer(HTTPClient):
             }
             for prompt, seed in zip(prompts, sampling.request_seeds(len(prompts)), strict=True)
         ]
-        with self._reached():
-            choices = finished(self._choices(bodies))
+        try:
+            with self._reached():
+                choices = finished(self._choices(bodies))
+        except HTTPStatusError as error:
+            if error.status == 400 and LISTS_REFUSED in error.text:
+                raise ConfigError(
+                    f"top_n is {sampling.top_n}, but the vLLM server at {self._url} does not allow "
+                    f"lists this long ({error.text}); lower top_n below the size of the "
+                    "vocabulary, and start the server with --max-logprobs -1"
+                ) from error
+            raise
         return [
             _rollout(prompt, choice, sampling.top_n)
             for prompt, choice in zip(prompts, choices, strict=True)

@@ -5,6 +5,7 @@ every kind of scheduling.
 import errno
 import json
 import os
+from dataclasses import replace
 from types import SimpleNamespace
 
 import numpy as np
@@ -25,6 +26,7 @@ from sparrow.engines.vllm.stock import StockEngine
 from sparrow.errors import ConfigError, EngineError, ProcessLost, UnsupportedModel
 from sparrow.rollout import Sampling
 from sparrow.vllm import control
+from tests.conftest import VOCAB
 from tests.vllm import tiny_vllm as tiny
 from tests.vllm.tiny_vllm import (
     SMALL,
@@ -200,6 +202,24 @@ def test_rollouts_contain_the_log_probs_of_sampled_tokens(folder, model):
         assert np.abs(rollout.top_logprobs - score.top_logprobs).max() < 1e-4
         listed = rollout.top_ids == rollout.response_ids[:, None]
         assert np.array_equal(rollout.top_logprobs[listed], rollout.logprobs[listed.any(1)])
+
+
+def test_lists_longer_than_the_vocabulary_contain_every_token(folder, model):
+    asked = replace(GREEDY, max_new_tokens=4, top_n=100_000)
+    with engine(folder) as sparrow:
+        [rollout] = sparrow.generate(RAGGED[:1], asked)
+    [expected] = HFEngine(model, SMALL, eos_ids=[]).generate(RAGGED[:1], asked)
+    assert rollout.top_ids.shape == expected.top_ids.shape == (4, VOCAB)
+    assert (np.sort(rollout.top_ids) == np.arange(VOCAB)).all()
+    assert np.abs(rollout.top_logprobs - expected.top_logprobs).max() < 1e-4
+
+
+def test_lists_longer_than_the_engine_allows_are_refused(folder):
+    with engine(folder, max_logprobs=3) as sparrow:
+        with pytest.raises(ConfigError, match=r"top_n is 5, .* at most 3 tokens; lower top_n"):
+            sparrow.generate(RAGGED[:1], GREEDY)
+        [rollout] = sparrow.generate(RAGGED[:1], replace(GREEDY, top_n=3))
+    assert rollout.top_ids.shape == (48, 3)
 
 
 def test_response_ends_with_an_eos_token(tmp_path):

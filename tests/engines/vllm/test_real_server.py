@@ -10,6 +10,7 @@ import subprocess
 import sys
 import threading
 import time
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -135,6 +136,8 @@ def test_server_behaves_like_any_other_engine(served):
     assert counters.tokens_held == 4 * cached.sum()
     assert counters.tokens_read == cached.sum() + 3 * SMALL.tokens_read(cached).sum()
     assert same_tokens(rollouts, server.generate(RAGGED, SAMPLED))
+    with pytest.raises(ConfigError, match="top_n is 100000, but the vLLM server"):
+        server.generate(RAGGED, replace(SAMPLED, top_n=100_000))
 
     dense = SparsitySchedule.dense()
     other = tiny_model(seed=1)

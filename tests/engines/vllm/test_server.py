@@ -83,6 +83,8 @@ class Pretender(BaseHTTPRequestHandler):
             self.connection.close()
         elif state["generate"] in BREAKS and state["sent"].count(body["token_ids"]) <= 2:
             self.break_connection()
+        elif state["generate"] == "refuse lists":
+            self.answer("Requested sample logprobs of 21, which is greater than 20", status=400)
         elif state["generate"] == "refuse":
             self.answer("EngineDeadError", status=500)
         else:
@@ -373,6 +375,13 @@ def test_truncation_options_are_sent_in_lossy_mode_and_refused_in_lossless_mode(
     ):
         engine.generate([[1]], Sampling(4, top_p=0.7))
     engine.generate([[1]], SAMPLING)
+
+
+def test_refused_lists_are_reported_by_the_name_of_their_option(pretender):
+    url, state = pretender
+    state["generate"] = "refuse lists"
+    with pytest.raises(ConfigError, match=r"top_n is 20, .* logprobs of 21.*; lower top_n below"):
+        VLLMServer(url, SCHEDULE).generate([[1]], Sampling(4, top_n=20))
 
 
 FAILED = "Call to collective_rpc method failed: "
