@@ -46,6 +46,7 @@ def from_environment() -> Decoding | None:
 
 
 def _decoding(mode: str, schedule: str) -> Decoding | None:
+    """Read the values of the two environment variables, which may be empty."""
     if not mode:
         return Decoding.lossy(schedule) if schedule else None
     if mode.startswith("{"):

@@ -1018,7 +1018,7 @@ def test_environment_variables_configure_an_engine_like_its_config(given, backen
     assert on_cpu.attention_backend is None
 
 
-def test_an_engine_with_sparrows_backend_but_without_settings_gets_a_warning(monkeypatch):
+def test_sparrows_backend_without_settings_is_recognised(monkeypatch):
     pytest.importorskip("vllm.version")
     from vllm.v1.attention.backends.registry import AttentionBackendEnum
 

@@ -232,8 +232,8 @@ class VLLMServer(HTTPClient):
     def generate(self, prompts: Sequence[Sequence[int]], sampling: Sampling) -> list[Rollout]:
         """See ``Engine.generate``.
 
-        Raises ConfigError if the server does not allow lists of ``top_n`` tokens. Raises EngineError
-        if the server died, refused a prompt, or generated nothing for ``STALL_S`` seconds.
+        Raises ConfigError if the server does not allow lists of ``top_n`` tokens, or EngineError if
+        the server died, refused a prompt, or generated nothing for ``STALL_S`` seconds.
         """
         self.check(prompts, sampling)
         # The server puts the sampled token first, then cuts the list to the requested length.

@@ -220,6 +220,7 @@ def start_server(asked: Asked) -> StockServer:
 
 
 def _check_dense(decoding: Decoding) -> None:
+    """Raise ConfigError unless the mode is dense."""
     if decoding.mode != "dense":
         raise ConfigError(
             f"stock engines run vLLM without Sparrow, but the mode is {decoding.mode!r}; use "
