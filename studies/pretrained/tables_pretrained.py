@@ -271,6 +271,40 @@ def training_clock() -> str:
     return table(head, rows)
 
 
+def training_clock_lossy() -> str:
+    """Tabulate short runs of the lossy arms and a dense one that had a GPU to themselves, all with
+    the same seed. Speeds relative to dense are geometric means over steps, with intervals.
+    """
+    runs = load("pretrained_training_clock_lossy")["runs"]
+    (dense,) = [run["timed"] for run in runs if run["arm"] == "dense"]
+    rows = []
+    for run in runs:
+        seconds = run["seconds"]
+        cells = [run["arm"], f"{run['read']:.0%}", f"{seconds['step'][0]:.1f}"]
+        cells += [f"{seconds[part]:.1f}" for part in ("rollout", "update", "other")]
+        cells += [str(run["tokens_per_response"]), _faster(run, dense, per_token=False)]
+        cells += [f"{run['seconds_per_1000_tokens']:.3f}", _faster(run, dense, per_token=True)]
+        rows.append(cells)
+    head = ["rollouts", "KV read", "seconds per step", "of which rollout", "update", "other"]
+    head += ["tokens per response", "speed of steps relative to dense"]
+    return table([*head, "seconds per 1,000 tokens", "speed per token relative to dense"], rows)
+
+
+def _faster(run: Row, dense: Row, per_token: bool) -> str:
+    """Format how many times as fast as the dense run's a run's steps are, with an interval over
+    steps. Return nothing for the dense run itself.
+    """
+    if run["arm"] == "dense":
+        return ""
+    logs = []
+    for step, spent in enumerate(run["timed"]["seconds"]):
+        ratio = dense["seconds"][step] / spent
+        if per_token:
+            ratio *= run["timed"]["tokens"][step] / dense["tokens"][step]
+        logs.append(log(ratio))
+    return interval([exp(x) for x in _mean_interval(logs)], 2)
+
+
 def _relative(some: Sequence[Row], dense: dict[int, Row], speed: Callable[[Row], float]) -> str:
     """Format an arm's speed relative to the dense runs with the same seeds: the geometric mean over
     seeds, with its interval. Return nothing for the dense arm itself.
@@ -278,11 +312,11 @@ def _relative(some: Sequence[Row], dense: dict[int, Row], speed: Callable[[Row],
     if some[0]["arm"] == "dense":
         return ""
     logs = [log(speed(run) / speed(dense[run["seed"]])) for run in some]
-    return interval([exp(x) for x in _over_seeds(logs)], 2)
+    return interval([exp(x) for x in _mean_interval(logs)], 2)
 
 
-def _over_seeds(values: Sequence[float]) -> list[float]:
-    """Return the mean over seeds with its 95 % t-interval, or without one for a single seed."""
+def _mean_interval(values: Sequence[float]) -> list[float]:
+    """Return the mean with its 95 % t-interval, or without one for a single value."""
     mean, half = t_interval(values)
     return [mean, mean - half, mean + half] if len(values) > 1 else [mean]
 
@@ -313,7 +347,7 @@ def training_p5(task: str) -> str:
             series = [bin_["p5"][:steps] for bin_ in same]
             first = fmean(fmean(x[:3]) for x in series)
             last = [fmean(x[-3:]) for x in series]
-            seeds = interval(_over_seeds(last), 3) if len(last) > 2 else _listed(last, ".3f")
+            seeds = interval(_mean_interval(last), 3) if len(last) > 2 else _listed(last, ".3f")
             cells.append(f"{first:.3f} / {seeds} / {min(map(min, series)):.3f}")
         return cells
 
@@ -368,6 +402,7 @@ TABLES = {
     "pretrained longer": longer,
     "pretrained training": partial(training, "story"),
     "pretrained training clock": training_clock,
+    "pretrained training clock lossy": training_clock_lossy,
     "pretrained long training": long_training,
     "pretrained training p5": partial(training_p5, "story"),
     "pretrained ledger": partial(training, "ledger"),

@@ -14,6 +14,9 @@ With ``--clock``, for runs that had a GPU to themselves, the summary says how lo
 parts take, and leaves out p5, the length of each step's responses, and the fraction of the KV cache
 read in each step.
 
+With ``--steps``, only the first steps of every run count. Responses change during training, so runs
+that got further than others are then compared over the same steps.
+
 With ``--earlier``, the summary also covers the runs of an earlier summary of the same kind. If both
 have a run with the same arm and seed, the one in the folder counts. All runs must have been
 performed on the same machine.
@@ -49,6 +52,7 @@ class Options:
     runs: tyro.conf.Positional[Path]  # The folder of run directories.
     out: Path  # The JSON file of results.
     clock: bool = False  # Report the times of steps instead of p5 and series by step.
+    steps: int | None = None  # Only the first steps of each run count; by default, all.
     earlier: Path | None = None  # An earlier summary, whose runs are kept.
     trained_on: str | None = None  # The machine that performed the runs, if not this one.
 
@@ -58,10 +62,12 @@ def rounded(values: Iterable[float | None], digits: int = 3) -> list[float | Non
     return [value if value is None else round(value, digits) for value in values]
 
 
-def read(folder: Path) -> Run:
-    """Return the series of the run ARM-SEED. The clock doesn't count evaluations."""
+def read(folder: Path, limit: int | None = None) -> Run:
+    """Return the series of the run ARM-SEED, over its first ``limit`` steps. The clock doesn't
+    count evaluations.
+    """
     arm, _, seed = folder.name.rpartition("-")
-    steps = logged_rows(folder / "metrics.jsonl")
+    steps = logged_rows(folder / "metrics.jsonl")[:limit]
     path = folder / "evaluations.jsonl"
     evaluations = logged_rows(path) if path.exists() else []
     fractions = [row["kv"]["read_fraction"] for row in steps]
@@ -77,6 +83,7 @@ def read(folder: Path) -> Run:
         "held_out": [
             [row["step"], *rounded((score["mean"][name] for name in ("value", "low", "high")), 4)]
             for row in evaluations
+            if limit is None or row["step"] <= limit
             for score in row["eval"].values()
         ],
         "bins": whole_bins(folder, steps),
@@ -97,14 +104,14 @@ def drafts(steps: Sequence[Run]) -> dict[str, Any]:
     }
 
 
-def times(folder: Path) -> dict[str, Any]:
-    """Return how long a run's steps after the first ``WARM_UP`` took. Seconds are medians, for
-    whole steps with the 10th and the 90th percentile. Tokens are those of responses, over all these
-    steps.
+def times(folder: Path, limit: int | None = None) -> dict[str, Any]:
+    """Return how long a run's steps took, from the first after ``WARM_UP`` to ``limit``. Seconds
+    are medians, for whole steps with the 10th and the 90th percentile. Tokens are those of
+    responses, over all these steps. ``timed`` has the seconds and tokens of each step.
 
     Raises ValueError if there are no such steps.
     """
-    steps = logged_rows(folder / "metrics.jsonl")[WARM_UP:]
+    steps = logged_rows(folder / "metrics.jsonl")[WARM_UP:limit]
     if not steps:
         raise ValueError(f"{folder} has no step after the first {WARM_UP}; let it run for longer")
     spent = [row["seconds"] for row in steps]
@@ -120,6 +127,10 @@ def times(folder: Path) -> dict[str, Any]:
         "tokens_per_response": round(float(np.mean([row["response"]["mean"] for row in steps]))),
         "rollout_tokens_per_s": round(tokens / float(parts["rollout"].sum())),
         "seconds_per_1000_tokens": round(1000 * float(whole.sum()) / tokens, 4),
+        "timed": {
+            "seconds": rounded(whole.tolist()),
+            "tokens": [round(row["response"]["tokens"]) for row in steps],
+        },
     }
 
 
@@ -232,14 +243,18 @@ def summary(runs: Sequence[Run]) -> dict[str, Any]:
     return {"compared_steps": steps, "rows": rows, "runs": ordered}
 
 
-def finished(folder: Path, clock: bool = False) -> list[Run]:
-    """Return the runs in ``folder`` that finished a step, as ``read`` or, if ``clock``, as
-    ``timed`` returns them. Raises ValueError if there are none.
+def finished(folder: Path, clock: bool = False, limit: int | None = None) -> list[Run]:
+    """Return the runs in ``folder`` that finished a step, over their first ``limit`` steps, as
+    ``read`` or, if ``clock``, as ``timed`` returns them. Raises ValueError if there are none.
     """
     folders = [path.parent for path in folder.glob("*-*/metrics.jsonl") if logged_rows(path)]
     if not folders:
         raise ValueError(f"no run in {folder} has finished a step; run training_arms.py first")
-    return [timed(read(path), path) if clock else read(path) for path in folders]
+    runs = []
+    for path in folders:
+        run = read(path, limit)
+        runs.append(timed(run, path, limit) if clock else run)
+    return runs
 
 
 def joined(runs: Sequence[Run], where: str, path: Path) -> list[Run]:
@@ -269,16 +284,16 @@ def shown(value: list[float | None] | None) -> str:
     return f"{mean:.3f}" if low is None else f"{mean:.3f} [{low:.3f}, {high:.3f}]"
 
 
-def timed(run: Run, folder: Path) -> Run:
+def timed(run: Run, folder: Path, limit: int | None = None) -> Run:
     """Return a run's series with the times of its steps instead of p5 and series by step."""
     left_out = ("bins", "tokens", "read_by_step")
     kept = {name: value for name, value in run.items() if name not in left_out}
-    return kept | times(folder)
+    return kept | times(folder, limit)
 
 
 def main(options: Options) -> None:
     """Write the summary, and print the table."""
-    runs = finished(options.runs, options.clock)
+    runs = finished(options.runs, options.clock, options.steps)
     where = options.trained_on or machine()
     if options.earlier:
         runs = joined(runs, where, options.earlier)

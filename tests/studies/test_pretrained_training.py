@@ -168,7 +168,7 @@ def test_the_summary_matches_a_hand_calculation(study, tmp_path):
     assert found["runs"][0]["read_by_step"] == [0.5] * 3
 
 
-@pytest.mark.parametrize("name", ["story", "story_long", "ledger", "clock"])
+@pytest.mark.parametrize("name", ["story", "story_long", "ledger", "clock", "clock_lossy"])
 def test_the_rows_of_committed_summaries_follow_from_their_runs(study, name):
     committed = study.common.load(f"pretrained_training_{name}")
     found = study.training_summary.summary(committed["runs"])
@@ -376,6 +376,11 @@ def test_the_clock_summary_times_the_steps_after_the_first_three(study, tmp_path
     assert found["tokens_per_response"] == 500
     assert found["rollout_tokens_per_s"] == round(15_000 / 18)
     assert found["seconds_per_1000_tokens"] == round(28.5 / 15, 4)
+    assert found["timed"] == {"seconds": [5.5, 7.5, 15.5], "tokens": [4000, 5000, 6000]}
+
+    shorter = summary.times(tmp_path / "dense-3", limit=5)
+    assert shorter["timed"] == {"seconds": [5.5, 7.5], "tokens": [4000, 5000]}
+    assert shorter["seconds_per_1000_tokens"] == round(13 / 9, 4)
 
 
 def test_only_the_clock_summary_has_times_and_only_the_other_has_lengths(
@@ -402,6 +407,48 @@ def test_only_the_clock_summary_has_times_and_only_the_other_has_lengths(
         for name in ("seconds", "rollout_tokens_per_s", "seconds_per_1000_tokens"):
             assert all((name in run) == is_clock for run in runs)
     assert "| p86 | 1 | 4 |" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("is_clock", [False, True])
+def test_a_summary_of_the_first_steps_leaves_out_everything_after_them(study, tmp_path, is_clock):
+    run_directory(
+        tmp_path / "dense-3",
+        [0.1, 0.2, 0.3, 0.4, 0.9],
+        0.9,
+        response={"mean": 100.0, "tokens": 800.0},
+        seconds={"rollout": 2.0, "update": 1.0},
+    )
+    scores = {"story": {"mean": {"value": 0.5, "low": 0.4, "high": 0.6}}}
+    evaluations = [{"step": step, "eval": scores} for step in (0, 4, 5)]
+    path = tmp_path / "dense-3/evaluations.jsonl"
+    path.write_text("".join(json.dumps(row) + "\n" for row in evaluations))
+    out = tmp_path / "first.json"
+    study.training_summary.main(
+        study.training_summary.Options(runs=tmp_path, out=out, clock=is_clock, steps=4)
+    )
+    (run,) = study.common.read_result(out)["runs"]
+    assert run["reward"] == [0.1, 0.2, 0.3, 0.4]
+    assert run["clock"] == [3, 6, 9, 12]
+    assert [step for step, *_ in run["held_out"]] == [0, 4]
+    if is_clock:
+        assert run["timed"] == {"seconds": [3.0], "tokens": [800]}
+
+
+def test_the_lossy_clock_table_compares_each_step_with_the_dense_one(study, monkeypatch):
+    tables = study.tables_pretrained
+    dense = timed_run("dense", [10, 20, 30], read=1.0)
+    dense["timed"] = {"seconds": [8.0, 10.0], "tokens": [800, 1000]}
+    sparse = timed_run("p80", [10, 20, 30], read=0.456)
+    # steps twice and four times as fast; per token twice and once
+    sparse["timed"] = {"seconds": [4.0, 2.5], "tokens": [800, 250]}
+    monkeypatch.setattr(tables, "load", lambda name: {"runs": [dense, sparse]})
+    _, _, *rows = tables.training_clock_lossy().splitlines()
+    # geometric means, and t-intervals with one degree of freedom: 2 ** (12.706 / 2) around them
+    assert rows == [
+        "| dense | 100% | 10.0 | 6.0 | 3.0 | 1.0 | 1234 |  | 0.200 |  |",
+        "| p80 | 46% | 10.0 | 6.0 | 3.0 | 1.0 | 1234 | 2.83 [0.03, 231.22] | 0.200 "
+        "| 1.41 [0.02, 115.61] |",
+    ]
 
 
 def test_the_clock_table_compares_arms_by_the_clock(study, monkeypatch):
