@@ -17,7 +17,7 @@ from common import RESULTS, load, table
 from scipy.optimize import nnls
 
 from sparrow.cost import MACHINES, SHAPES, VLLM_H200, Machine
-from sparrow.cost.lossless import CYCLE_H200, Cycle, Drafting, lossless_step
+from sparrow.cost.lossless import CYCLE_H200, CycleOverheads, DraftSetup, lossless_step
 from sparrow.schedule import SparsitySchedule
 
 H200 = MACHINES["h200"]
@@ -43,7 +43,7 @@ def measured() -> list[dict[str, Any]]:
     return points
 
 
-def fit_cycles(cycles: Iterable[Mapping[str, Any]], machine: Machine) -> Cycle:
+def fit_cycles(cycles: Iterable[Mapping[str, Any]], machine: Machine) -> CycleOverheads:
     """Fit non-negative constants by least squares on the relative errors of ``cycle_seconds``.
 
     Args:
@@ -55,7 +55,7 @@ def fit_cycles(cycles: Iterable[Mapping[str, Any]], machine: Machine) -> Cycle:
     rows, left = [], []
     for cycle in cycles:
         shape, took = SHAPES[cycle["shape"]], cycle["ms"] / 1e3
-        free = cycle_seconds(cycle, machine, Cycle(0.0, np.inf))
+        free = cycle_seconds(cycle, machine, CycleOverheads(0.0, np.inf))
         layers = cycle["drafts"] * shape.layers * 1e-6
         in_fp8 = cycle.get("draft_weights", "auto") == "fp8"
         copied = cycle["drafts"] * (shape.weights - shape.output)
@@ -64,14 +64,14 @@ def fit_cycles(cycles: Iterable[Mapping[str, Any]], machine: Machine) -> Cycle:
         rows.append([layers / took, in_fp8 * layers / took, in_fp8 * copy_s / took, flops_s / took])
         left.append((took - free) / took)
     (layer_us, fp8_us, slower, inverse), _ = nnls(np.array(rows), np.array(left))
-    return Cycle(layer_us * 1e-6, 1 / inverse, fp8_us * 1e-6, 1 / (1 + slower))
+    return CycleOverheads(layer_us * 1e-6, 1 / inverse, fp8_us * 1e-6, 1 / (1 + slower))
 
 
-def cycle_seconds(cycle: Mapping[str, Any], machine: Machine, constants: Cycle) -> float:
+def cycle_seconds(cycle: Mapping[str, Any], machine: Machine, constants: CycleOverheads) -> float:
     """Predict a cycle's seconds; ``cycle`` is in the format of ``fit_cycles``."""
     stored = cycle.get("landmark_dtype", "auto")
     schedule = SparsitySchedule.fixed(cycle["pages"], dense_layers=(), landmark_dtype=stored)
-    drafting = Drafting(cycle["drafts"], schedule, 1.0, cycle.get("draft_weights", "auto"))
+    drafting = DraftSetup(cycle["drafts"], schedule, 1.0, cycle.get("draft_weights", "auto"))
     lengths = [cycle["length"]] * cycle["batch"]
     plain = VLLM_H200.without_lists
     step = lossless_step(SHAPES[cycle["shape"]], machine, lengths, drafting, plain, constants)

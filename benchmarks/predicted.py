@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 
 from sparrow import SparsitySchedule
 from sparrow.cost import MACHINES, VLLM_H200, ModelShape, StepCost, simulate_rollout
-from sparrow.cost.lossless import Drafting, lossless_step
+from sparrow.cost.lossless import DraftSetup, lossless_step
 
 MACHINE = MACHINES["h200"]
 """The GPU that the overheads were fitted on."""
@@ -40,7 +40,7 @@ def tokens_per_s(shape: str, cell: Cell, schedule: SparsitySchedule | None = Non
     return found.tokens / found.seconds
 
 
-def lossless_tokens_per_s(shape: str, cell: Cell, choices: Sequence[Drafting]) -> float:
+def lossless_tokens_per_s(shape: str, cell: Cell, choices: Sequence[DraftSetup]) -> float:
     """Predict the speed of decoding a cell's requests together in lossless mode. Each cycle uses
     the fastest of ``choices``.
     """
@@ -56,14 +56,14 @@ def lossless_tokens_per_s(shape: str, cell: Cell, choices: Sequence[Drafting]) -
     return found.tokens / found.seconds
 
 
-def all_accepted() -> list[Drafting]:
+def all_accepted() -> list[DraftSetup]:
     """Return the numbers of drafts that vLLM chooses from, with every draft accepted."""
-    return [Drafting(drafts, READ, 1.0) for drafts in (0, *DRAFTS)]
+    return [DraftSetup(drafts, READ, 1.0) for drafts in (0, *DRAFTS)]
 
 
-def like(acceptance: float, tokens_per_cycle: float) -> Drafting:
+def like(acceptance: float, tokens_per_cycle: float) -> DraftSetup:
     """Return the number of drafts for which the expected tokens per cycle are closest to the
     measured ones, at the measured acceptance.
     """
-    choices = [Drafting(drafts, READ, acceptance) for drafts in range(1, max(DRAFTS) + 1)]
+    choices = [DraftSetup(drafts, READ, acceptance) for drafts in range(1, max(DRAFTS) + 1)]
     return min(choices, key=lambda drafting: abs(drafting.tokens_per_cycle - tokens_per_cycle))

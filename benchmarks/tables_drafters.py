@@ -13,7 +13,7 @@ from sparrow import SparsitySchedule
 from sparrow.cost import MACHINES, Machine, ModelShape
 from sparrow.cost import SHAPES as MODEL_SHAPES
 from sparrow.cost import drafters as cost
-from sparrow.cost.lossless import Drafting
+from sparrow.cost.lossless import DraftSetup
 from sparrow.cost.roofline import VLLM_H200, decode_step
 
 NAMES = {
@@ -301,7 +301,7 @@ def prediction(
     if drafter == "sparse":
         schedule = SparsitySchedule.fixed(DRAFT_PAGES, dense_layers=())
         # A break-even point doesn't depend on the acceptance.
-        return cost.sparse_break_even(shape, machine, cached, Drafting(drafts, schedule, 0.0))
+        return cost.sparse_break_even(shape, machine, cached, DraftSetup(drafts, schedule, 0.0))
     return None
 
 

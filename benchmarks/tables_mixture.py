@@ -13,7 +13,7 @@ from tables_versions import SPEED, gpu, log_probs, verdict
 
 from sparrow import SparsitySchedule
 from sparrow.cost import MACHINES, SHAPES, VLLM_H200, decode_step
-from sparrow.cost.lossless import Drafting, lossless_step
+from sparrow.cost.lossless import DraftSetup, lossless_step
 
 NAMES = {"qwen3-30b-a3b": "30B-A3B"}
 CHECK = "mixture_check"
@@ -126,7 +126,7 @@ def predicted(found: list[Row]) -> str:
             measured = of_point(run, "lossy", point)[0]
             cells = [f"{dense / sparse:.2f}x", over(measured, stock)]
             for k in DRAFTS:
-                drafting = Drafting(k, drafts, run["acceptance"])
+                drafting = DraftSetup(k, drafts, run["acceptance"])
                 step = lossless_step(shape, machine, lengths, drafting, overheads).seconds
                 cells += [f"{dense / step:.2f}x", over(drafted[k], stock)]
             rows.append([run["shape"], f"{point[0]} x {point[1]:,}", *cells])

@@ -18,8 +18,8 @@ from numpy.typing import ArrayLike
 
 from sparrow.cost.lossless import (
     CYCLE_H200,
-    Cycle,
-    Drafting,
+    CycleOverheads,
+    DraftSetup,
     LosslessPrediction,
     flops_s,
     lossless_step,
@@ -62,7 +62,7 @@ def break_even(
     lengths: ArrayLike,
     drafter: TrainedDrafter,
     overheads: Overheads = VLLM_H200,
-    cycle: Cycle = CYCLE_H200,
+    cycle: CycleOverheads = CYCLE_H200,
 ) -> float:
     """Return how many tokens a trained drafter must produce per cycle to break even.
 
@@ -105,9 +105,9 @@ def sparse_break_even(
     shape: ModelShape,
     machine: Machine,
     lengths: ArrayLike,
-    drafting: Drafting,
+    drafting: DraftSetup,
     overheads: Overheads = VLLM_H200,
-    cycle: Cycle = CYCLE_H200,
+    cycle: CycleOverheads = CYCLE_H200,
 ) -> float:
     """Like ``break_even``, but for the sparse actor."""
     plain = overheads.without_lists

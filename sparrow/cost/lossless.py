@@ -45,7 +45,7 @@ DRAFT_PAGES = (
 
 
 @dataclass(frozen=True)
-class Cycle:
+class CycleOverheads:
     """Costs of a cycle that a dense step doesn't have."""
 
     # seconds per layer in a draft step, without all-reduces; replaces all ``Overheads``, because a
@@ -59,7 +59,7 @@ class Cycle:
 
 
 # Fitted to benchmarks/results/lossless_*.json by benchmarks/fit_lossless.py.
-CYCLE_H200 = Cycle(45.55e-6, 0.774, 7.64e-6, 0.762)
+CYCLE_H200 = CycleOverheads(45.55e-6, 0.774, 7.64e-6, 0.762)
 
 
 def flops_s(shape: ModelShape, machine: Machine, tokens: float) -> float:
@@ -80,7 +80,7 @@ def verify_s(
     sequences: int,
     further: int,
     overheads: Overheads,
-    cycle: Cycle,
+    cycle: CycleOverheads,
 ) -> float:
     """Return how many seconds verifying ``further`` drafts adds to a dense step. ``sequences`` is
     the step's batch size.
@@ -92,7 +92,7 @@ def verify_s(
 
 
 @dataclass(frozen=True)
-class Drafting:
+class DraftSetup:
     """One way to draft: the draft length, the pages and weights read, and the acceptance."""
 
     tokens: int  # draft length (k); 0 means plain dense decoding
@@ -110,9 +110,9 @@ def lossless_step(
     shape: ModelShape,
     machine: Machine,
     lengths: ArrayLike,
-    drafting: Drafting,
+    drafting: DraftSetup,
     overheads: Overheads = VLLM_H200,
-    cycle: Cycle = CYCLE_H200,
+    cycle: CycleOverheads = CYCLE_H200,
 ) -> StepCost:
     """Predict the cost of a cycle over sequences of ``lengths`` ``[B]``. To be comparable with a
     dense step, the cost is divided by the cycle's tokens per sequence. A cycle without drafts is a
@@ -177,7 +177,7 @@ def _copied(shape: ModelShape, draft_weights: DraftWeights) -> int:
 
 def choices(
     acceptance: float, landmark_dtype: LandmarkDtype = "auto", draft_weights: DraftWeights = "auto"
-) -> list[Drafting]:
+) -> list[DraftSetup]:
     """List the draft lengths and budgets to choose from, given the acceptance of drafts that read
     ``REFERENCE_TOKENS``.
 
@@ -188,7 +188,7 @@ def choices(
         schedule = SparsitySchedule.fixed(pages, dense_layers=(), landmark_dtype=landmark_dtype)
         budget = (pages + schedule.sink_pages + schedule.recent_pages) * schedule.page_size
         accepted = acceptance_at(acceptance, budget / REFERENCE_TOKENS)
-        candidates += [Drafting(k, schedule, accepted, draft_weights) for k in DRAFT_TOKENS]
+        candidates += [DraftSetup(k, schedule, accepted, draft_weights) for k in DRAFT_TOKENS]
     return candidates
 
 
@@ -207,7 +207,7 @@ class LosslessPrediction:
     none, whichever is fastest.
     """
 
-    drafting: Drafting
+    drafting: DraftSetup
     rollout: RolloutEstimate
     speedup: float  # speed-up over the dense rollout
 
@@ -221,7 +221,7 @@ def predict_lossless(
     prompt: int = 256,
     max_batch: int = 256,
     overheads: Overheads = VLLM_H200,
-    cycle: Cycle = CYCLE_H200,
+    cycle: CycleOverheads = CYCLE_H200,
     landmark_dtype: LandmarkDtype = "auto",
     draft_weights: DraftWeights = "auto",
 ) -> LosslessPrediction:
@@ -241,7 +241,7 @@ def predict_lossless(
     batch, mean = typical_batch(dense, final, prompt)
     typical = [np.full(batch, max(1, int(mean * share))) for share in (0.5, 1.0, 1.5)]
 
-    def cost(lengths: NDArray[np.int64], drafting: Drafting) -> StepCost:
+    def cost(lengths: NDArray[np.int64], drafting: DraftSetup) -> StepCost:
         return lossless_step(shape, machine, lengths, drafting, overheads, cycle)
 
     candidates = choices(acceptance, landmark_dtype, draft_weights)

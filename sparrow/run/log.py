@@ -37,7 +37,7 @@ from sparrow.schedule import SparsitySchedule, auto_start
 
 
 @dataclass(frozen=True)
-class Drafting:
+class DraftStatistics:
     """Draft statistics for a lossless run."""
 
     drafts_per_token: float
@@ -258,7 +258,7 @@ class RunLog:
         held = float(self.series("kv", "tokens_held").sum())
         return float(self.series("kv", "tokens_read").sum()) / held if held else nan
 
-    def drafting(self) -> Drafting | None:
+    def drafting(self) -> DraftStatistics | None:
         """Summarise drafting over the whole run; None if no step was lossless."""
         drafted, accepted, cycles = (
             np.nansum(self.series("drafts", key)) for key in ("drafted", "accepted", "cycles")
@@ -272,7 +272,7 @@ class RunLog:
             tuple(DraftBin(**b) for b in drafts.get("bins", ()))
             for drafts in (last, last.get("metered", {}))
         )
-        return Drafting(drafted / (accepted + cycles), (accepted + cycles) / cycles, *bins)
+        return DraftStatistics(drafted / (accepted + cycles), (accepted + cycles) / cycles, *bins)
 
     def tokens_kept(self) -> float:
         """Compute the share of the run's response tokens that the correction kept in the loss."""

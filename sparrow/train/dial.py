@@ -14,7 +14,7 @@ from math import inf, isinf, isnan
 from typing import Any, Literal
 
 from sparrow.cost import Machine, ModelShape, decode_step, sequences_held
-from sparrow.cost.lossless import Drafting, lossless_step
+from sparrow.cost.lossless import DraftSetup, lossless_step
 from sparrow.mismatch import BinMismatch, Tau
 from sparrow.mismatch.bootstrap import plain
 from sparrow.schedule import SparsitySchedule
@@ -224,7 +224,7 @@ def price(
     def of(length: int, acceptance: float) -> tuple[float, float]:
         lengths = [length] * max(1, min(batch, sequences_held(shape, machine, length)))
         lossless_s = min(
-            lossless_step(shape, machine, lengths, Drafting(k, schedule, acceptance)).seconds
+            lossless_step(shape, machine, lengths, DraftSetup(k, schedule, acceptance)).seconds
             for k in range(draft_tokens + 1)
         )
         return lossless_s, decode_step(shape, machine, lengths, schedule).seconds

@@ -429,7 +429,7 @@ class SparseImpl(VLLMClass):
         """
         clipped = None
         if self.fp8_scales is not None:
-            self.fp8_scales.settle(key, value, slot_mapping)
+            self.fp8_scales.set_once(key, value, slot_mapping)
             clipped = self.fp8_scales.cache.clipped
         keys, values, _, scales = self.cache_views(layer, kv_cache)
         store_tokens(key, value, keys, values, slot_mapping, scales, clipped)

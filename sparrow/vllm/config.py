@@ -92,7 +92,7 @@ def _set(values: Mapping[str, str | None]) -> None:
             os.environ[name] = value
 
 
-def settle(arguments: Any, decoding: Decoding, on_cpu: bool) -> None:
+def store(arguments: Any, decoding: Decoding, on_cpu: bool) -> None:
     """Write the engine's decoding settings into vLLM's ``EngineArgs``, whether they came from
     ``additional_config`` or from the environment.
 

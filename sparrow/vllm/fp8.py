@@ -47,7 +47,7 @@ class LayerScales:
             self.values.v.copy_(layer._v_scale)
         cache.layers.append(self)
 
-    def settle(self, key_TKD: Tensor, value_TKD: Tensor, slot_mapping_T: Tensor) -> None:
+    def set_once(self, key_TKD: Tensor, value_TKD: Tensor, slot_mapping_T: Tensor) -> None:
         """Set the scales from the tokens that have a slot. This is a no-op if they are already set,
         or if vLLM is still warming up.
 

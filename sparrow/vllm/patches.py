@@ -175,7 +175,7 @@ def _prepared_engine_arguments(stock: Any) -> Any:
 
         decoding = config.requested(self)
         if decoding is not None:
-            config.settle(self, decoding, current_platform.is_cpu())
+            config.store(self, decoding, current_platform.is_cpu())
             if decoding.is_lossless:
                 setup.prepare(self, decoding, current_platform.is_cpu())
         elif config.is_ours_but_unset(self):

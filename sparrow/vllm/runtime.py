@@ -65,7 +65,7 @@ class CacheLayout:
 
 
 @dataclass
-class Drafting:
+class DraftState:
     """Drafting state in lossless mode. The speculator fills this in."""
 
     is_running: bool = False  # whether a draft step is running or being captured in a graph
@@ -95,7 +95,7 @@ class Runtime:
         self.layout = PageLayout(**decoding.schedule.page_layout)
         self.model = Model()
         self.cache = CacheLayout()
-        self.drafting = Drafting()
+        self.drafting = DraftState()
         # The draft budgets, as multiples of the schedule; in lossy mode, just 1.
         budgets = decoding.draft_budgets
         self.pages = PageTables(decoding.schedule, budgets, max_rows, max_length, device)
@@ -238,7 +238,7 @@ class Runtime:
                 f"layout or head_budgets; it was started with {ours}, but this schedule has "
                 f"{theirs}, so start a new engine for it"
             )
-        self._settle()
+        self._count_steps()
         self.pages.fill(schedule)
 
     def check_metered(self, schedule: SparsitySchedule) -> None:
@@ -272,7 +272,7 @@ class Runtime:
         """Return the counts since the last call, and reset them; see
         ``control.sparrow_counters``.
         """
-        self._settle()
+        self._count_steps()
         counts = {"preemptions": 0, "dense_steps": 0, **self._counts}
         self._counts = Counter()
         if self.cache.fp8 is not None and self.cache.fp8.sets_scales:
@@ -289,7 +289,7 @@ class Runtime:
         meter = self.drafting.meter
         if meter is None:
             return dict(cycles)
-        drafts = meter.settle()
+        drafts = meter.take()
         report: dict[str, Any] = {**cycles, **_acceptance_report(reduce(add, drafts))}
         if len(drafts) > 1:
             report["budgets"] = [
@@ -300,7 +300,7 @@ class Runtime:
         if (metered := meter.metered) is not None:
             report["metered"] = {
                 "schedule": metered.schedule.to_dict(),
-                **_acceptance_report(metered.tally.settle()),
+                **_acceptance_report(metered.tally.take()),
             }
         return report
 
@@ -337,17 +337,17 @@ class Runtime:
             **({} if copies is None else copies.describe()),
         }
 
-    def _settle(self) -> None:
+    def _count_steps(self) -> None:
         """Count the steps decoded since the last call under the current schedule."""
-        settled = self.rows.take(
+        counts = self.rows.take(
             [self.schedule.times(multiple) for multiple in self.budgets],
             self.pages.budget,
             len(self.model.sparse_layers),
             len(self.model.dense_layers),
         )
         if self.is_lossless:
-            self.passes.add_to(settled, self.model.layers, self.decoding.guess_tokens > 0)
-        self._counts.update(settled)
+            self.passes.add_to(counts, self.model.layers, self.decoding.guess_tokens > 0)
+        self._counts.update(counts)
 
 
 def _acceptance_report(acceptance: Any) -> dict[str, Any]:

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from sparrow.cost import MACHINES, SHAPES, VLLM_H200, decode_step
-from sparrow.cost.lossless import CYCLE_H200, Cycle
+from sparrow.cost.lossless import CYCLE_H200, CycleOverheads
 
 BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
 H200 = MACHINES["h200"]
@@ -27,7 +27,7 @@ def fit():
 
 
 def test_fit_recovers_known_constants(fit):
-    truth = Cycle(20e-6, 0.5, 5e-6, 0.8)
+    truth = CycleOverheads(20e-6, 0.5, 5e-6, 0.8)
     cycles = [
         {
             "shape": shape,
@@ -49,11 +49,13 @@ def test_fit_recovers_known_constants(fit):
         cycle["ms"] = 1e3 * fit.cycle_seconds(cycle, H200, truth)
     assert astuple(fit.fit_cycles(cycles, H200)) == pytest.approx(astuple(truth))
     fast = [
-        {**cycle, "ms": 0.9e3 * fit.cycle_seconds(cycle, H200, Cycle(0.0, np.inf))}
+        {**cycle, "ms": 0.9e3 * fit.cycle_seconds(cycle, H200, CycleOverheads(0.0, np.inf))}
         for cycle in cycles
     ]
     with np.errstate(divide="ignore"):
-        assert fit.fit_cycles(fast, H200) == Cycle(0.0, np.inf), "constants must not be negative"
+        assert fit.fit_cycles(fast, H200) == CycleOverheads(0.0, np.inf), (
+            "constants must not be negative"
+        )
 
 
 def test_shipped_constants_predict_every_measured_cycle(fit):

@@ -20,7 +20,7 @@ from sparrow.cost import (
     simulate_rollout,
 )
 from sparrow.cost.cluster import Cluster, fit, plan, sync_seconds, train_seconds
-from sparrow.cost.lossless import Drafting, lossless_step
+from sparrow.cost.lossless import DraftSetup, lossless_step
 from sparrow.cost.roofline import VLLM_H200, decode_step
 from sparrow.errors import ConfigError
 from sparrow.schedule import SparsitySchedule
@@ -82,7 +82,7 @@ def test_every_pass_of_a_tensor_parallel_engine_makes_two_all_reduces_per_layer(
         assert all_reduces(lambda m, kind=kind: decode_step(TINY, m, [5000], kind).seconds) == (
             pytest.approx(1)
         )
-    drafting = Drafting(4, schedule, acceptance=0.0)  # a token per cycle of four drafts
+    drafting = DraftSetup(4, schedule, acceptance=0.0)  # a token per cycle of four drafts
     assert all_reduces(lambda m: lossless_step(TINY, m, [5000], drafting).seconds) == (
         pytest.approx(5)
     )

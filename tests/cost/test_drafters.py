@@ -6,7 +6,7 @@ import pytest
 from sparrow.cost import MACHINES, SHAPES, Machine, ModelShape, Overheads, predict
 from sparrow.cost.drafters import DSPARK, EAGLE3, TrainedDrafter, break_even, rows
 from sparrow.cost.drafters import sparse_break_even as sparse
-from sparrow.cost.lossless import Cycle, Drafting, predict_lossless
+from sparrow.cost.lossless import CycleOverheads, DraftSetup, predict_lossless
 from sparrow.schedule import SparsitySchedule
 
 H200 = MACHINES["h200"]
@@ -20,21 +20,21 @@ def test_drafter_break_even_point_matches_a_hand_calculation():
     drafter = TrainedDrafter("two layers", 3, 3, 2, 0.5)
     # A dense step reads 240 bytes of weights and 5 x 40 bytes of cache. A pass of the drafter reads
     # 60 and 5 x 8. Verifying three drafts takes 2 x 120 x 3 FLOPs, at half the peak.
-    found = break_even(SMALL, SLOW, [5], drafter, Overheads(), Cycle(0.0, 0.5))
+    found = break_even(SMALL, SLOW, [5], drafter, Overheads(), CycleOverheads(0.0, 0.5))
     assert found == pytest.approx((4.4 + 3 * 1.0 + 1.44) / 4.4)
 
 
 def test_drafting_a_block_reads_the_layers_once_and_computes_every_token():
     drafter = TrainedDrafter("block", 3, 1, 2, 0.5)
     # Two more tokens through 30 weights take 120 FLOPs, at half the peak.
-    found = break_even(SMALL, SLOW, [5], drafter, Overheads(), Cycle(0.0, 0.5))
+    found = break_even(SMALL, SLOW, [5], drafter, Overheads(), CycleOverheads(0.0, 0.5))
     assert found == pytest.approx((4.4 + 1.0 + 0.24 + 1.44) / 4.4)
 
 
 def test_layer_overheads_apply_to_each_pass_and_sequence_overheads_once_per_cycle():
     drafter = TrainedDrafter("two layers", 3, 3, 2, 0.5)
     overheads = Overheads(layer_s=1.0, row_s=7.0, lists_s=5.0, host_s=100.0)
-    found = break_even(SMALL, SLOW, [5], drafter, overheads, Cycle(0.0, 0.5))
+    found = break_even(SMALL, SLOW, [5], drafter, overheads, CycleOverheads(0.0, 0.5))
     dense = 4.4 + 10 + 7
     assert found == pytest.approx((dense + 3 * (1.0 + 2) + 1.44) / dense)
 
@@ -71,7 +71,7 @@ def test_sparse_actor_is_predicted_within_7_percent_of_long_steps_on_an_h200(
     shape, batch, length, six, twelve
 ):
     for drafts, measured in ((6, six), (12, twelve)):
-        drafting = Drafting(drafts, SparsitySchedule.fixed(61, dense_layers=()), 0.945)
+        drafting = DraftSetup(drafts, SparsitySchedule.fixed(61, dense_layers=()), 0.945)
         found = sparse(SHAPES[shape], H200, [length] * batch, drafting)
         assert found == pytest.approx(measured, rel=0.07)
 

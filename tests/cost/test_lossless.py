@@ -21,8 +21,8 @@ from sparrow.cost import (
 )
 from sparrow.cost.lossless import (
     CYCLE_H200,
-    Cycle,
-    Drafting,
+    CycleOverheads,
+    DraftSetup,
     choices,
     lossless_step,
     predict_lossless,
@@ -35,7 +35,7 @@ ENGINE = VLLM_H200.without_lists  # the measurements returned no lists
 
 
 def drafts(k, acceptance, pages=61):
-    return Drafting(k, SparsitySchedule.fixed(pages, dense_layers=()), acceptance)
+    return DraftSetup(k, SparsitySchedule.fixed(pages, dense_layers=()), acceptance)
 
 
 def cycle_seconds(shape, batch, drafting):
@@ -60,7 +60,12 @@ def test_cycle_time_matches_a_hand_calculation():
     )
     overheads = Overheads(0.5, 0.25, 0.125, 1.0, 1.0, 0.0)
     found = lossless_step(
-        shape, machine, [100, 200], Drafting(2, schedule, 0.5), overheads, Cycle(0.375, 0.5)
+        shape,
+        machine,
+        [100, 200],
+        DraftSetup(2, schedule, 0.5),
+        overheads,
+        CycleOverheads(0.375, 0.5),
     )
     # A draft takes 1 s for weights, the time to read 2 x 30 tokens and 10 + 20 landmarks, and
     # 0.375 s of overhead. Verification takes 1 s for weights, the time to compute 4 more tokens at

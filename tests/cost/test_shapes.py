@@ -24,7 +24,7 @@ from sparrow.cost import (
     decode_step,
     drafters,
 )
-from sparrow.cost.lossless import CYCLE_H200, Cycle, Drafting, lossless_step, verify_s
+from sparrow.cost.lossless import CYCLE_H200, CycleOverheads, DraftSetup, lossless_step, verify_s
 from sparrow.errors import ConfigError, UnsupportedModel
 
 H200 = MACHINES["h200"]
@@ -145,8 +145,8 @@ def test_verification_reads_the_experts_of_all_its_tokens():
     """For one sequence with one draft, the draft step reads 400 parameters, verifying two tokens
     reads 550, and a cycle yields 1.5 tokens.
     """
-    drafting = Drafting(1, SparsitySchedule.fixed(1, dense_layers=()), 0.5)
-    cycle = lossless_step(TINY, H200, [50], drafting, NOTHING, Cycle(0.0, 1.0))
+    drafting = DraftSetup(1, SparsitySchedule.fixed(1, dense_layers=()), 0.5)
+    cycle = lossless_step(TINY, H200, [50], drafting, NOTHING, CycleOverheads(0.0, 1.0))
     assert cycle.weight_bytes == pytest.approx(2 * (400 + 550) / 1.5)
     reads = 2 * (400 + 550) / H200.read_bytes_s
     computes = 2 * 400 / H200.flops
@@ -154,7 +154,7 @@ def test_verification_reads_the_experts_of_all_its_tokens():
 
 
 def test_fp8_draft_weights_are_refused_for_a_mixture():
-    drafting = Drafting(1, SparsitySchedule.fixed(1), 0.5, "fp8")
+    drafting = DraftSetup(1, SparsitySchedule.fixed(1), 0.5, "fp8")
     with pytest.raises(ConfigError, match="not available for mixtures of experts such as tiny"):
         lossless_step(TINY, H200, [50], drafting)
 

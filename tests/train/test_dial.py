@@ -7,7 +7,7 @@ from math import inf, nan
 import pytest
 
 from sparrow.cost import MACHINES, SHAPES, decode_step
-from sparrow.cost.lossless import Drafting, lossless_step
+from sparrow.cost.lossless import DraftSetup, lossless_step
 from sparrow.mismatch import BinMismatch, Tau
 from sparrow.schedule import SparsitySchedule
 from sparrow.train.dial import FASTER, WAIT, Dial, gain, price
@@ -181,7 +181,7 @@ def test_predicted_times_match_the_cost_model():
     lossless, lossy = price(shape, machine, schedule, 4, 32)(12_000, 0.97)
     assert lossy == decode_step(shape, machine, [12_000] * 32, schedule).seconds
     cycles = [
-        lossless_step(shape, machine, [12_000] * 32, Drafting(k, schedule, 0.97)).seconds
+        lossless_step(shape, machine, [12_000] * 32, DraftSetup(k, schedule, 0.97)).seconds
         for k in range(5)
     ]
     assert lossless == min(cycles) == cycles[4] and 1.1 < lossless / lossy < 3

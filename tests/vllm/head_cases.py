@@ -15,7 +15,7 @@ import numpy as np
 from sparrow.errors import ConfigError
 from sparrow.model.history import guess
 from sparrow.vllm.lossless import plan, setup
-from sparrow.vllm.lossless.guesses import Cycle
+from sparrow.vllm.lossless.guesses import CycleProgress
 from sparrow.vllm.lossless.head import HeadSource
 from sparrow.vllm.lossless.mixed import MixedSource
 from sparrow.vllm.runtime import layers_of
@@ -203,7 +203,7 @@ def test_rows_that_are_too_long_for_guesses_alone_keep_only_the_first(monkeypatc
     speculator = SimpleNamespace(
         max_num_reqs=3, device=device, hidden_size=1, dtype=torch.float32, max_model_len=32
     )
-    cycle = Cycle(3, device)
+    cycle = CycleProgress(3, device)
     source = HeadSource(speculator, cycle, guess_tokens=1, alone=3, guesses=5)
     source._runtime = SimpleNamespace(pages=SimpleNamespace(everything=lambda rows: None))
     source._blocks_SM, source._block_tokens = torch.arange(12, dtype=torch.int32).view(3, 4), 8

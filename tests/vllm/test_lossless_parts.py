@@ -199,9 +199,9 @@ def test_compiled_models_are_cached_separately_for_different_settings(monkeypatc
     monkeypatch.setenv("SPARROW_MODE", '{"mode": "lossless", "draft_weights": "fp8"}')
     decoding = config.requested(arguments())
     made = arguments(additional_config={"theirs": 1})
-    config.settle(made, decoding, on_cpu=True)
+    config.store(made, decoding, on_cpu=True)
     assert made.additional_config == {"theirs": 1, "sparrow": decoding.to_dict()}
-    config.settle(made, config.requested(made), on_cpu=True)
+    config.store(made, config.requested(made), on_cpu=True)
     assert config.requested(made) == decoding and "theirs" in made.additional_config
 
 

@@ -818,7 +818,7 @@ def test_an_fp8_cache_uses_vllms_scales_in_lossless_mode(monkeypatch):
             4 * x for x in expected
         ]
         made.begin_serving()
-        scales.settle(
+        scales.set_once(
             torch.full((1, 2, 8), 1e4),
             torch.full((1, 2, 8), 1e4),
             torch.zeros(1, dtype=torch.int64),
@@ -1007,14 +1007,14 @@ def test_environment_variables_configure_an_engine_like_its_config(given, backen
     vLLM's own.
     """
     made = engine_arguments(**given, additional_config={"theirs": 1})
-    config.settle(made, Decoding.lossy(SCHEDULE), on_cpu=False)
+    config.store(made, Decoding.lossy(SCHEDULE), on_cpu=False)
     assert made.attention_backend == backend and made.additional_config["theirs"] == 1
     assert config.requested(made) == Decoding.lossy(SCHEDULE)
-    settled = engine_arguments(**given, additional_config={"sparrow": SCHEDULE.to_dict()})
-    config.settle(settled, Decoding.lossy(SCHEDULE), on_cpu=False)
-    assert settled.attention_backend == given.get("attention_backend")
+    by_config = engine_arguments(**given, additional_config={"sparrow": SCHEDULE.to_dict()})
+    config.store(by_config, Decoding.lossy(SCHEDULE), on_cpu=False)
+    assert by_config.attention_backend == given.get("attention_backend")
     on_cpu = engine_arguments()
-    config.settle(on_cpu, Decoding.lossy(SCHEDULE), on_cpu=True)
+    config.store(on_cpu, Decoding.lossy(SCHEDULE), on_cpu=True)
     assert on_cpu.attention_backend is None
 
 

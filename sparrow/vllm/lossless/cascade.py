@@ -32,7 +32,7 @@ from sparrow.vllm.backend import Step
 from sparrow.vllm.lossless import cascade_kernels as kernels
 from sparrow.vllm.lossless.draft_weights import DraftWeights, drafting
 from sparrow.vllm.lossless.drafter import Pass
-from sparrow.vllm.lossless.guesses import Cycle, GuessSource, SparsePass
+from sparrow.vllm.lossless.guesses import CycleProgress, GuessSource, SparsePass
 from sparrow.vllm.lossless.head import HeadSource
 from sparrow.vllm.lossless.history import HistorySource
 from sparrow.vllm.lossless.mixed import MixedSource
@@ -50,7 +50,7 @@ class CascadeDrafter(SparseDrafter):
         device = speculator.device
         S = speculator.max_num_reqs
         self.tokens = decoding.guess_tokens + 1  # T
-        self._cycle = Cycle(S, device)
+        self._cycle = CycleProgress(S, device)
         self.source = _source(decoding, speculator, self._cycle)
         self._may_guess_alone = decoding.adapt_draft_tokens
         self._alone_graphs: dict[int, torch.cuda.CUDAGraph] = {}  # by number of rows
@@ -206,7 +206,7 @@ class CascadeDrafter(SparseDrafter):
         )
 
 
-def _source(decoding: Decoding, speculator: Any, cycle: Cycle) -> GuessSource:
+def _source(decoding: Decoding, speculator: Any, cycle: CycleProgress) -> GuessSource:
     """Create the source of guesses for these settings."""
     tokens = decoding.guess_tokens
     guesses = max(tokens, speculator.num_speculative_steps)

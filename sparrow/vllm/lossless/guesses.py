@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from sparrow.vllm.runtime import Runtime
 
 
-class Cycle:
+class CycleProgress:
     """The progress of each row in a cycle. The tensors are updated in place, because CUDA graphs
     refer to them by address.
 
@@ -47,7 +47,7 @@ class SparsePass(NamedTuple):
     step: Step
     position_RT: Tensor  # int64
     slot_RT: Tensor  # int64
-    # int64, the token drawn after each token; a row's first ``Cycle.kept_R`` drawn tokens are
+    # int64, the token drawn after each token; a row's first ``CycleProgress.kept_R`` drawn tokens are
     # drafts
     drawn_RT: Tensor
     states: list[Tensor]  # the model's auxiliary hidden states, L tensors ``[RT, W]``, or none

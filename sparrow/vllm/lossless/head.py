@@ -28,7 +28,7 @@ from vllm.forward_context import BatchDescriptor, set_forward_context
 from sparrow.vllm.backend import Step
 from sparrow.vllm.lossless import cascade_kernels as kernels
 from sparrow.vllm.lossless.drafter import Pass
-from sparrow.vllm.lossless.guesses import Cycle, GuessSource, SparsePass
+from sparrow.vllm.lossless.guesses import CycleProgress, GuessSource, SparsePass
 from sparrow.vllm.runtime import Runtime
 
 
@@ -47,7 +47,7 @@ class HeadSource(GuessSource):
     _runtime: Runtime
 
     def __init__(
-        self, speculator: Any, cycle: Cycle, guess_tokens: int, alone: int, guesses: int
+        self, speculator: Any, cycle: CycleProgress, guess_tokens: int, alone: int, guesses: int
     ) -> None:
         self._vllm = speculator
         self._cycle = cycle

@@ -17,7 +17,7 @@ from torch import Tensor
 from vllm.triton_utils import triton
 
 from sparrow.vllm.lossless import cascade_kernels as kernels
-from sparrow.vllm.lossless.guesses import Cycle, GuessSource, SparsePass
+from sparrow.vllm.lossless.guesses import CycleProgress, GuessSource, SparsePass
 
 
 class HistorySource(GuessSource):
@@ -29,7 +29,7 @@ class HistorySource(GuessSource):
         guesses: G.
     """
 
-    def __init__(self, speculator: Any, cycle: Cycle, guesses: int) -> None:
+    def __init__(self, speculator: Any, cycle: CycleProgress, guesses: int) -> None:
         self._vllm = speculator
         self._cycle = cycle
         S = speculator.max_num_reqs

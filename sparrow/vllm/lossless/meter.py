@@ -118,7 +118,7 @@ def overlap(
 
 
 class Tally:
-    """Draft acceptance in each of a schedule's length bins, counted on the device until ``settle``
+    """Draft acceptance in each of a schedule's length bins, counted on the device until ``take``
     is called.
 
     Args:
@@ -143,7 +143,7 @@ class Tally:
         self._counts.view(-1).index_add_(0, bin_T * BUCKETS + bucket_T, is_known_T.long())
         self._sums.index_add_(0, bin_T, value_T.double())
 
-    def settle(self) -> DraftAcceptance:
+    def take(self) -> DraftAcceptance:
         """Return the counts since the last call."""
         counts, sums = (x.to("cpu", copy=True).numpy() for x in (self._counts, self._sums))
         self._counts.zero_()
@@ -247,9 +247,9 @@ class Meter:
         """Count drafts under this budget from the next verification on."""
         self._in_use = self._drafts[budget]
 
-    def settle(self) -> list[DraftAcceptance]:
+    def take(self) -> list[DraftAcceptance]:
         """Return the counts since the last call for each budget."""
-        return [tally.settle() for tally in self._drafts]
+        return [tally.take() for tally in self._drafts]
 
     def add(
         self,

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from sparrow.cost import MACHINES, SHAPES
-from sparrow.cost.lossless import Drafting, lossless_step
+from sparrow.cost.lossless import DraftSetup, lossless_step
 from sparrow.decoding import DRAFT_BUDGETS, acceptance_at
 from sparrow.schedule import SparsitySchedule
 from sparrow.vllm.lossless import draft_budget, draft_length, measured
@@ -429,7 +429,7 @@ def mixture_times(rows, length):
     return {
         k: (k + 1)
         * lossless_step(
-            SHAPES["qwen3-30b-a3b"], MACHINES["h200"], [length] * rows, Drafting(k, drafts, 1.0)
+            SHAPES["qwen3-30b-a3b"], MACHINES["h200"], [length] * rows, DraftSetup(k, drafts, 1.0)
         ).seconds
         for k in CHOICES
     }

@@ -18,6 +18,6 @@ def test_drafts_are_counted_in_the_schedules_bins():
     tally = Tally(schedule, 330, torch.device("cpu"))
     tally.add(torch.from_numpy(acceptance), torch.from_numpy(length - 1))
     expected = DraftAcceptance.of(acceptance, schedule.page_end(length), schedule.bin_tokens)
-    found = tally.settle()
+    found = tally.take()
     assert found.counts.sum(1).tolist() == expected.counts.sum(1).tolist() == [96, 96, 96, 42]
     np.testing.assert_allclose(found.sums, expected.sums)

@@ -151,7 +151,7 @@ class Exchange:
         Raises RemoteError if the function raised an error. Raises CannotCrossError if an argument
         or the result cannot be sent.
         """
-        self._settle()
+        self._send_changes()
         self._give_back(owner)
         message = {
             "call": key,
@@ -175,7 +175,7 @@ class Exchange:
 
     def operate(self, name: str, *operands: Any) -> Any:
         """Run one of ``OPERATIONS`` on the side where the objects live."""
-        self._settle()
+        self._send_changes()
         return self.ask({"operation": [name, self._crossing(list(operands))]})
 
     def part(self, key: int | str, kind: str, name: Any) -> Any:
@@ -193,13 +193,13 @@ class Exchange:
 
     def set(self, key: int | str, name: str, value: Any) -> None:
         """Set an attribute of an object on the other side."""
-        self._settle()
+        self._send_changes()
         self.changes += 1
         self.ask({"set": [key, name, self._crossing(value)]})
 
     def delete(self, key: int | str, name: str) -> None:
         """Delete an attribute of an object on the other side."""
-        self._settle()
+        self._send_changes()
         self.changes += 1
         self.ask({"delete": [key, name]})
 
@@ -222,7 +222,7 @@ class Exchange:
             raise _error(reply, self._unpack)
         return self._unpack(reply["value"])
 
-    def _settle(self) -> None:
+    def _send_changes(self) -> None:
         """Send back changes made here to mutable parts of the other side's objects."""
         borrowed = list(self._borrowed.values())
         self._borrowed.clear()
@@ -286,7 +286,7 @@ class Exchange:
             value = self._next(*header["next"])
         else:
             raise ValueError(f"unknown request with the fields {', '.join(map(str, header))}")
-        self._settle()
+        self._send_changes()
         return {"value": self._crossing(value)}
 
     def _called(self, header: Mapping[str, Any]) -> dict[str, Any]:
@@ -297,7 +297,7 @@ class Exchange:
         try:
             value = function(*args, **kwargs)
         finally:
-            self._settle()
+            self._send_changes()
             for copy in (*args, *kwargs.values()):
                 self._give_back(copy)
         reply = {"value": self._crossing(value)}
