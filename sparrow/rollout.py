@@ -77,11 +77,17 @@ class Sampling:
     def truncated(self) -> bool:
         return self.top_k is not None or self.top_p < 1
 
-    def check(self, prompts: Sequence[Sequence[int]], context: int) -> None:
-        """Check that no prompt is empty, and that each leaves room for a response in a context of
-        ``context`` tokens.
+    def check(
+        self, prompts: Sequence[Sequence[int]], context: int, vocabulary: int | None = None
+    ) -> None:
+        """Check that no prompt is empty, that each leaves room for a response in a context of
+        ``context`` tokens, and that the model has an embedding for each token.
 
-        Raises PromptError if a prompt is empty or too long. The error names the first such prompt.
+        Args:
+            vocabulary: the number of the model's token ids; None if it isn't known.
+
+        Raises PromptError if a prompt is empty or too long, or has an unknown token id. The error
+        names the first such prompt.
         """
         for i, prompt in enumerate(prompts):
             if not len(prompt):
@@ -97,6 +103,13 @@ class Sampling:
                     f"max_new_tokens={self.max_new_tokens} do not fit in the model's context of "
                     f"{context} (in vLLM, max_model_len); shorten or remove the prompt, or lower "
                     "max_new_tokens",
+                )
+            if vocabulary is not None and not 0 <= min(prompt) <= max(prompt) < vocabulary:
+                unknown = max(prompt) if max(prompt) >= vocabulary else min(prompt)
+                raise PromptError(
+                    i,
+                    f"has the token id {unknown}, but the model's ids go from 0 to "
+                    f"{vocabulary - 1}; encode it with the model's own tokenizer",
                 )
 
 

@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from sparrow.errors import ConfigError
+from sparrow.errors import ConfigError, PromptError
 from sparrow.rollout import Sampling, split
 
 
@@ -40,3 +40,14 @@ def test_a_wrong_number_of_seeds_raises_an_error():
 def test_sampling_parameters_out_of_range_raise_an_error(setting, message):
     with pytest.raises(ConfigError, match=message):
         Sampling(**{"max_new_tokens": 8, **setting})
+
+
+@pytest.mark.parametrize(("unknown", "shown"), [([8, 3], 8), ([0, -1], -1), ([-1, 9], 9)])
+def test_a_token_that_the_model_does_not_have_raises_an_error(unknown, shown):
+    sampling = Sampling(2)
+    sampling.check([[0, 7]], 10, 8)
+    sampling.check([unknown], 10)
+    message = f"has the token id {shown}, but the model's ids go from 0 to 7; encode it with"
+    with pytest.raises(PromptError, match=message) as raised:
+        sampling.check([[0, 7], unknown], 10, 8)
+    assert raised.value.index == 1

@@ -124,9 +124,10 @@ class HFEngine(Engine, Scorer, Ranker):
     def generate(self, prompts: Sequence[Sequence[int]], sampling: Sampling) -> list[Rollout]:
         """See ``Engine.generate``. Prompts of similar length are decoded together.
 
-        Raises ConfigError if a prompt leaves no room for a response.
+        Raises PromptError, like ``Sampling.check``.
         """
-        sampling.check(prompts, self.model.config.get_text_config().max_position_embeddings)
+        config = self.model.config.get_text_config()
+        sampling.check(prompts, config.max_position_embeddings, config.vocab_size)
         order = sorted(range(len(prompts)), key=lambda i: (len(prompts[i]), i))
         seeds = sampling.request_seeds(len(prompts))
         rollouts: dict[int, Rollout] = {}

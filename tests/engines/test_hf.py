@@ -13,7 +13,7 @@ from transformers import BloomConfig, BloomForCausalLM, MistralConfig, MistralFo
 from sparrow.decoding import Decoding
 from sparrow.engines import hf
 from sparrow.engines.hf import HFEngine
-from sparrow.errors import ConfigError, UnsupportedModel
+from sparrow.errors import ConfigError, PromptError, UnsupportedModel
 from sparrow.model.actor import set_schedule, teacher_forced
 from sparrow.rollout import Sampling
 from sparrow.schedule import SparsitySchedule
@@ -207,6 +207,13 @@ def test_decoding_batch_size_is_limited_by_the_total_number_of_tokens(decoded, s
     )
     rollouts = engine.generate([[3] * n for n in (20, 5, 20, 5, 5)], Sampling(max_new_tokens=4))
     assert seen == sizes and [len(r.prompt_ids) for r in rollouts] == [20, 5, 20, 5, 5]
+
+
+def test_a_token_that_the_model_does_not_have_is_refused():
+    engine = HFEngine(tiny_model(), SparsitySchedule.fixed(2), eos_ids=[])
+    vocabulary = engine.model.config.vocab_size
+    with pytest.raises(PromptError, match=f"token id {vocabulary}, .* from 0 to {vocabulary - 1};"):
+        engine.generate([[3], [3, vocabulary]], Sampling(max_new_tokens=4))
 
 
 @pytest.mark.slow

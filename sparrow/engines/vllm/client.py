@@ -58,10 +58,17 @@ class Client(ABC):
         context: the maximum sequence length, in tokens.
         described: each worker's description. If it is None, the workers are asked for it, so the
             instance must have been started with a schedule.
+        vocabulary: the number of the model's token ids; None if it isn't known.
     """
 
-    def __init__(self, context: int, described: Sequence[Mapping[str, Any]] | None = None) -> None:
+    def __init__(
+        self,
+        context: int,
+        described: Sequence[Mapping[str, Any]] | None = None,
+        vocabulary: int | None = None,
+    ) -> None:
         self.context = context
+        self._vocabulary = vocabulary
         self._described = self.rpc("sparrow_describe") if described is None else described
         self.schedule = SparsitySchedule.from_dict(self._described[0]["schedule"])
         self._is_lossless = self._described[0]["mode"] == "lossless"
@@ -73,7 +80,7 @@ class Client(ABC):
         Raises PromptError, like ``Sampling.check``. Raises ConfigError if top-k or top-p is set in
         lossless mode, because drafts would ignore these settings.
         """
-        sampling.check(prompts, self.context)
+        sampling.check(prompts, self.context, self._vocabulary)
         if sampling.truncated and self._is_lossless:
             raise ConfigError(
                 f"top_k is {sampling.top_k} and top_p is {sampling.top_p:g}, but drafts in vLLM "

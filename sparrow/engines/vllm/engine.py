@@ -70,7 +70,9 @@ class InProcessClient(Client):
         vllm_config = self.llm.llm_engine.vllm_config
         self._in_process = vllm_config.parallel_config.world_size == 1
         self._model_config = vllm_config.model_config
-        super().__init__(self._model_config.max_model_len, described)
+        super().__init__(
+            self._model_config.max_model_len, described, self._model_config.get_vocab_size()
+        )
 
     def generate(self, prompts: Sequence[Sequence[int]], sampling: Sampling) -> list[Rollout]:
         """See ``Engine.generate``.

@@ -23,7 +23,7 @@ from sparrow.cli import main
 from sparrow.engines.hf import HFEngine
 from sparrow.engines.vllm.engine import rollout_of
 from sparrow.engines.vllm.stock import StockEngine
-from sparrow.errors import ConfigError, EngineError, ProcessLost, UnsupportedModel
+from sparrow.errors import ConfigError, EngineError, ProcessLost, PromptError, UnsupportedModel
 from sparrow.rollout import Sampling
 from sparrow.vllm import control
 from tests.conftest import VOCAB
@@ -214,11 +214,13 @@ def test_lists_longer_than_the_vocabulary_contain_every_token(folder, model):
     assert np.abs(rollout.top_logprobs - expected.top_logprobs).max() < 1e-4
 
 
-def test_lists_longer_than_the_engine_allows_are_refused(folder):
+def test_lists_longer_than_the_engine_allows_and_unknown_tokens_are_refused(folder):
     with engine(folder, max_logprobs=3) as sparrow:
         with pytest.raises(ConfigError, match=r"top_n is 5, .* at most 3 tokens; lower top_n"):
             sparrow.generate(RAGGED[:1], GREEDY)
         [rollout] = sparrow.generate(RAGGED[:1], replace(GREEDY, top_n=3))
+        with pytest.raises(PromptError, match=rf"has the token id {VOCAB}, but the model's"):
+            sparrow.generate([[1, VOCAB]], replace(GREEDY, top_n=3))
     assert rollout.top_ids.shape == (48, 3)
 
 
