@@ -1,9 +1,25 @@
-"""Models that several test files use with vLLM."""
+"""Fixtures that several test files use with vLLM."""
+
+import gc
 
 import pytest
 
 from sparrow.engines.hf import HFEngine
 from tests.vllm import tiny_vllm as tiny
+
+
+@pytest.fixture(scope="session", autouse=True)
+def frozen_imports():
+    """Keep the objects of imported modules, of which there are a million, out of garbage collections.
+    vLLM collects garbage eight times per engine. It also freezes what exists after an engine's
+    start, and unfreezes everything when the engine stops, so both must do nothing.
+    """
+    gc.collect()
+    gc.freeze()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(gc, "freeze", lambda: None)
+        patch.setattr(gc, "unfreeze", lambda: None)
+        yield
 
 
 @pytest.fixture(scope="module")

@@ -107,7 +107,6 @@ def initialise_again(worker):
         layer.kv_cache = torch.empty(0)
 
     runner.initialize_kv_cache(runner.kv_cache_config)
-    gc.unfreeze()  # vLLM freezes all objects that exist after its start, including garbage
     gc.collect()
     return before() is not None
 
