@@ -8,6 +8,7 @@ axes, or if the kernel reads the result of an atomic operation.
 """
 
 import ast
+import functools
 import inspect
 import textwrap
 import types
@@ -264,6 +265,21 @@ def _is_known(kernel, seen):
     )
 
 
+@functools.cache
+def _loop_steps(kernel):
+    """Return the names of the parameters that are the step of a loop, in this kernel or in a
+    function that it calls with a parameter of the same name.
+    """
+    nodes = ast.walk(ast.parse(textwrap.dedent(inspect.getsource(kernel.fn))))
+    loops = [n.iter for n in nodes if isinstance(n, ast.For) and isinstance(n.iter, ast.Call)]
+    steps = {ast.unparse(loop.args[2]) for loop in loops if len(loop.args) == 3}
+    called = [kernel.fn.__globals__.get(name) for name in kernel.fn.__code__.co_names]
+    for each in called:
+        if isinstance(each, interpreter.InterpretedFunction):
+            steps |= _loop_steps(each)
+    return steps
+
+
 def _function(kernel):
     """Return a kernel as a Python function that uses this language instead of Triton's."""
     theirs = kernel.fn.__globals__
@@ -314,9 +330,10 @@ def _argument(x):
 _interpreted = interpreter.InterpretedFunction.run
 _ready = {}
 _one_by_one = set()
-AT_ONCE = 64  # programs; the blocks of more programs would not fit in the processor's cache
-FEW = 1 << 16  # pairs of addresses to compare
-LARGE = 1024  # blocks of at least this many tokens are reduced to the vocabulary size of the test
+AT_ONCE = 1 << 16  # numbers in the blocks of all programs; more would not fit in the cache
+FEW = 1 << 20  # pairs of addresses to compare
+LARGE = 1024  # blocks of at least this many tokens are reduced to the vocabulary size of the test,
+STEP = 64  # or to this size if they are the steps of a loop, which needs few of them in a test
 
 
 def run(self, *args, grid, warmup, **kwargs):
@@ -336,6 +353,9 @@ def run(self, *args, grid, warmup, **kwargs):
     for name in ("BLOCK_SIZE", "BLOCK"):
         if vocab_size is not None and bound.arguments.get(name, 0) >= LARGE:
             bound.arguments[name] = min(bound.arguments[name], triton.next_power_of_2(vocab_size))
+    for name in _loop_steps(self):
+        if bound.arguments.get(name, 0) >= LARGE:
+            bound.arguments[name] = STEP
     fixed = {n for n, p in signature.parameters.items() if "constexpr" in str(p.annotation)}
     try:
         given = {n: x if n in fixed else _argument(x) for n, x in bound.arguments.items()}
@@ -347,7 +367,9 @@ def run(self, *args, grid, warmup, **kwargs):
     with np.errstate(all="ignore"):
         if programs.shape[1] > 1 and self not in _one_by_one:
             try:
-                parts = np.array_split(programs, -(-programs.shape[1] // AT_ONCE), axis=1)
+                sizes = [bound.arguments[n] for n in fixed if isinstance(bound.arguments[n], int)]
+                at_once = max(AT_ONCE // max(sizes, default=1), 1)
+                parts = np.array_split(programs, -(-programs.shape[1] // at_once), axis=1)
                 changes = [each for part in parts for each in _at_once(fn, given, part)]
             except OneByOne:
                 _one_by_one.add(self)

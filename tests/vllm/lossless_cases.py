@@ -25,6 +25,7 @@ from vllm import LLM, SamplingParams
 from vllm.model_executor.layers.attention import attention
 from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.sample.ops import topk_topp_sampler
+from vllm.v1.worker.gpu.buffer_utils import _apply_write_kernel
 from vllm.v1.worker.gpu.input_batch import post_update
 from vllm.v1.worker.gpu.sample import sampler
 from vllm.v1.worker.gpu.sample.gumbel import gumbel_sample
@@ -193,6 +194,18 @@ def test_kernels_run_in_numpy_match_the_triton_interpreter(monkeypatch):
         )
         return counts, computed, written, lengths, newest
 
+    def copied():
+        """Copy rows of different lengths. Some take several steps of the kernel's loop."""
+        lengths = rows % 3 * 150 + rows + 1
+        ends = lengths.cumsum(0, dtype=torch.int32)
+        table = torch.zeros(12, 400, dtype=torch.int32)
+        contents = torch.arange(1, ends[-1] + 1, dtype=torch.int32)
+        _apply_write_kernel[(12,)](
+            table, 400, rows, rows, contents, ends, None, BLOCK_SIZE=1024, MULTI_GROUP=False
+        )
+        assert table.count_nonzero() == ends[-1]
+        return table
+
     def run():
         drawn = [
             gumbel_sample(logits, rows, heat, seeds, places, True, is_drafting)
@@ -204,9 +217,10 @@ def test_kernels_run_in_numpy_match_the_triton_interpreter(monkeypatch):
             scores,
             overlap(logits, drafts, rows // 3, rows % 2, heat, True).nan_to_num(),
             *updated(),
+            copied(),
         ]
 
-    monkeypatch.setattr(kernels_in_numpy, "AT_ONCE", 5)
+    monkeypatch.setattr(kernels_in_numpy, "AT_ONCE", 5 * 128)
     ours = run()
     monkeypatch.setattr(
         kernels_in_numpy.interpreter.InterpretedFunction, "run", kernels_in_numpy._interpreted
