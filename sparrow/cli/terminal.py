@@ -49,11 +49,14 @@ class Progress:
                 f"{name} {scores['mean']['value']:.3f}" for name, scores in metrics.items()
             )
             note(f"step {self._done}/{self._steps}  evaluation {means}")
-        elif self._seconds > QUIET_S or not self._done:
-            note(
-                f"step {self._done + 1}/{self._steps}  {event}  "
-                f"{time.monotonic() - self._began:.0f} s"
-            )
+        else:
+            self._done = metrics["step"]
+            takes_long = self._seconds > QUIET_S or not self._seconds  # unknown in the first step
+            if takes_long:
+                note(
+                    f"step {self._done + 1}/{self._steps}  {event}  "
+                    f"{time.monotonic() - self._began:.0f} s"
+                )
 
 
 def step_line(metrics: dict[str, Any]) -> str:

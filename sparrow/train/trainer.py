@@ -49,8 +49,8 @@ from sparrow.train.trackers import check_trackers, flatten, tracked
 log = logging.getLogger(__name__)
 
 Listener = Callable[[str, Metrics], None]
-"""Called with ``("rollout" | "score" | "update", {})`` when a phase begins, with ``("step",
-metrics)`` when a step ends, and with ``("eval", {})`` and ``("evaluated", scores)`` before and
+"""Called with ``("rollout" | "score" | "update" | "ceiling" | "eval", {"step": steps done})`` when
+a phase begins, with ``("step", metrics)`` when a step ends, and with ``("evaluated", scores)``
 after an evaluation.
 """
 
@@ -211,18 +211,18 @@ class Trainer:
 
     def _train_step(self) -> None:
         clock = {"start": time.perf_counter()}
-        self.listener("rollout", {})
+        self.listener("rollout", {"step": self.step})
         if (choices := self._logged_choices.pop(self.step + 1, None)) is not None:
             assert isinstance(self.engine, DraftReplayer)
             self.engine.replay(choices)
         experience = self._collector.collect(self.cursor)
         counters = total(self.ranks.gather("sleep", self._rest))
         clock["rollout"] = time.perf_counter()
-        self.listener("score", {})
+        self.listener("score", {"step": self.step})
         assessment, entropy = self.learner.assess(experience, self.schedule)
         report, metrics = self._describe(experience, assessment, entropy)
         clock["score"] = time.perf_counter()
-        self.listener("update", {})
+        self.listener("update", {"step": self.step})
         with uninterrupted():
             metrics["schedule"] = {"top_k": self.schedule.to_dict()["top_k"]}
             self._updating = True
@@ -275,7 +275,7 @@ class Trainer:
         """Measure the ceiling (the best p5 that any schedule could reach) by sampling densely with
         the policy's own weights.
         """
-        self.listener("ceiling", {})
+        self.listener("ceiling", {"step": self.step})
         self._push(self.schedule.reading_everything(), self.learner.policy_weights)
         responses = self.config.rollout.prompts * self.config.rollout.samples
         rollouts = self._collector.sample(min(CEILING_RESPONSES, responses))
@@ -291,7 +291,7 @@ class Trainer:
             return
         rows = self.ranks.on_main("eval", self.run_dir.evaluations)
         if self._evaluator.due(self.step) and self.step not in (row["step"] for row in rows):
-            self.listener("eval", {})
+            self.listener("eval", {"step": self.step})
             begun = time.perf_counter()
             # a lossless engine samples from the policy anyway
             lossless = self.config.rollout.mode == "lossless"

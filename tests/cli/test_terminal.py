@@ -39,15 +39,20 @@ def test_each_step_prints_one_flushed_line(monkeypatch):
     pipe = Pipe()
     monkeypatch.setattr(sys, "stderr", pipe)
     progress = Progress(12)
-    progress("rollout", {})
+    progress("rollout", {"step": 0})
     assert pipe.flushed == "step 1/12  rollout  0 s\n"  # the duration of a step is still unknown
     progress("step", STEP)
     assert pipe.flushed.splitlines()[1:] == [f"step 3/12  {LINE}"]
-    progress("rollout", {})
+    progress("rollout", {"step": 3})
     assert len(pipe.flushed.splitlines()) == 2  # a short step prints no lines for its phases
     progress("step", {**STEP, "step": 4, "seconds": {**STEP["seconds"], "rollout": 100.0}})
-    progress("score", {})
+    progress("score", {"step": 4})
     assert pipe.flushed.splitlines()[3:] == ["step 5/12  score  0 s"]  # a long step does
+
+
+def test_phases_of_a_resumed_run_count_the_steps_before_it(capsys):
+    Progress(12)("rollout", {"step": 4})
+    assert capsys.readouterr().err == "step 5/12  rollout  0 s\n"
 
 
 def test_p5_is_printed_only_for_steps_sampled_by_a_sparse_actor():

@@ -158,13 +158,15 @@ def test_the_reward_rises_and_every_metric_is_logged(tmp_path):
     assert sorted(p.name for p in Path(tmp_path, "checkpoints").iterdir()) == ["step-14", "step-16"]
 
 
-def test_listeners_are_notified_of_each_phase(tmp_path):
+def test_listeners_are_notified_of_each_phase_and_the_steps_done(tmp_path):
     told = []
-    optimizer = OptimizerConfig(learning_rate=3e-3, token_budget=200, minibatches=2)
     make_trainer(
-        tmp_path, steps=1, listener=lambda event, _: told.append(event), optimizer=optimizer
+        tmp_path,
+        steps=1,
+        listener=lambda event, metrics: told.append((event, metrics["step"])),
+        optimizer=OptimizerConfig(learning_rate=3e-3, token_budget=200, minibatches=2),
     ).train()
-    assert told == ["ceiling", "rollout", "score", "update", "step"]
+    assert told == [("ceiling", 0), ("rollout", 0), ("score", 0), ("update", 0), ("step", 1)]
 
 
 @pytest.mark.parametrize(
