@@ -80,16 +80,20 @@ class Sampling:
     def check(
         self, prompts: Sequence[Sequence[int]], context: int, vocabulary: int | None = None
     ) -> None:
-        """Check that no prompt is empty, that each leaves room for a response in a context of
-        ``context`` tokens, and that the model has an embedding for each token.
+        """Check that no prompt is text or empty, that each leaves room for a response in a context
+        of ``context`` tokens, and that the model has an embedding for each token.
 
         Args:
             vocabulary: the number of the model's token ids; None if it isn't known.
 
-        Raises PromptError if a prompt is empty or too long, or has an unknown token id. The error
-        names the first such prompt.
+        Raises PromptError if a prompt is text, empty or too long, or has an unknown token id. The
+        error names the first such prompt.
         """
         for i, prompt in enumerate(prompts):
+            if isinstance(prompt, str):
+                raise PromptError(
+                    i, f"is the text {prompt[:40]!r}; encode it with the model's tokenizer"
+                )
             if not len(prompt):
                 raise PromptError(
                     i,

@@ -51,3 +51,15 @@ def test_a_token_that_the_model_does_not_have_raises_an_error(unknown, shown):
     with pytest.raises(PromptError, match=message) as raised:
         sampling.check([[0, 7], unknown], 10, 8)
     assert raised.value.index == 1
+
+
+@pytest.mark.parametrize(
+    ("prompts", "message"),
+    [
+        ("abc", "prompt 0 is the text 'a'; encode it"),
+        ([[1, 2], "abc"], "prompt 1 is the text 'abc'; encode it"),
+    ],
+)
+def test_text_in_place_of_token_ids_raises_an_error(prompts, message):
+    with pytest.raises(PromptError, match=message):
+        Sampling(max_new_tokens=8).check(prompts, context=100)
