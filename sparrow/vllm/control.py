@@ -87,10 +87,11 @@ def sparrow_load_weights(self: Any, weights: Iterable[tuple[str, Tensor]] | str)
     An engine with quantised weights (``quantization="fp8"``) quantises the new weights as well. All
     weights of a layer must then be passed in the same call.
 
-    Raises ConfigError if the file cannot be read, or if vLLM has changed the layout of experts or
-    convolutions. The model then keeps its weights. Also raises ConfigError if loading fails, for
-    example because a name or shape doesn't match any of the model's weights, or because weights
-    that are quantised together are incomplete. Some of the model's weights may then be new.
+    Raises ConfigError if there are no weights, if the file cannot be read, or if vLLM has changed
+    the layout of experts or convolutions. The model then keeps its weights. Also raises ConfigError
+    if loading fails, for example because a name or shape doesn't match any of the model's weights,
+    or because weights that are quantised together are incomplete. Some of the model's weights may
+    then be new.
     """
     _check_convolutions(self.model_runner.model)
     is_quantised = self.vllm_config.quant_config is not None
@@ -125,6 +126,11 @@ def sparrow_load_weights(self: Any, weights: Iterable[tuple[str, Tensor]] | str)
             f"model may now hold a mixture of old and new ones; {remedy}, with the Hugging Face "
             "names and the shapes in the checkpoint that the engine was started with"
         ) from error
+    if not given:
+        raise ConfigError(
+            "there were no weights to load; pass pairs of a name and a tensor (an iterator that has "
+            "been read yields none)"
+        )
 
 
 def _read(path: str, device: str) -> Iterable[tuple[str, Tensor]]:

@@ -335,6 +335,10 @@ def test_failed_weight_update_says_which_weights_the_model_has(folder, tmp_path)
                 match=rf"read weights from '{path}' \(.*{reason}.*nothing was loaded from it; pass",
             ):
                 sparrow.rpc("sparrow_load_weights", str(path))
+        read_before = iter(new.items())
+        list(read_before)
+        with pytest.raises(ConfigError, match="no weights to load; pass pairs"):
+            sparrow.update_weights(read_before)
         assert same_tokens(sparrow.generate(RAGGED, GREEDY), before)
 
         def cut_off():
