@@ -252,7 +252,7 @@ class TrainConfig(Settings):
     # Number of checkpoints to keep. Older ones are deleted once a newer one is complete.
     keep_checkpoints: Count = 2
     # Target for the measured 5th percentile of acceptance (p5) in every length bin. Defaults to
-    # 0.86 unless relative-tau is set.
+    # 0.86 unless relative-tau is set; rollout.mode auto requires one of the two.
     tau: Probability | None = None
     # Target for p5 relative to its ceiling, in place of tau. The ceiling is the p5 of dense
     # rollouts with the same engine and top_n (docs/calibration.md).
