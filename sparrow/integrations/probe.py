@@ -33,6 +33,7 @@ from sparrow.errors import ConfigError, SparrowError
 from sparrow.integrations.metrics import counter_metrics
 from sparrow.mismatch import Ceiling, MismatchReport, acceptance_bounds, mismatch_metrics
 from sparrow.mismatch.tokens import TokenAcceptance, pool
+from sparrow.rollout import Sampling
 from sparrow.schedule import SparsitySchedule
 
 CONNECTIONS = 64
@@ -131,11 +132,12 @@ class Probe:
         servers allow schedule changes. On servers in development mode, ``counted`` leaves this
         measurement out.
 
-        Raises ConfigError if there are no prompts, or SparrowError if a server cannot drop its
-        prefix cache because it serves other requests.
+        Raises ConfigError if there are no prompts, PromptError if one is text or empty, or
+        SparrowError if a server cannot drop its prefix cache because it serves other requests.
         """
         if not prompts:
             raise ConfigError("there are no prompts to measure; pass at least one")
+        Sampling(max_new_tokens).check(prompts)
         samples_are_dense = self.mode == "lossless" or self.schedule.is_dense
         if self._is_open:
             self._before += self._taken()

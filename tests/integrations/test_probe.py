@@ -143,9 +143,17 @@ def test_addresses_that_are_not_a_list_raise_an_error(urls):
         probe.Probe(urls)
 
 
-def test_measuring_no_prompts_raises_an_error(watched):
-    with pytest.raises(ConfigError, match="no prompts to measure"):
-        watched(Server("lossy", DRAFTS)).measured([], 4)
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ([], "no prompts to measure"),
+        (["12"], "prompt 0 is the text '12'"),  # its digits could pass for token ids
+        ([[5], []], "prompt 1 has no tokens"),
+    ],
+)
+def test_prompts_without_token_ids_raise_an_error(watched, given, message):
+    with pytest.raises(ConfigError, match=message):
+        watched(Server("lossy", DRAFTS)).measured(given, 4)
 
 
 def test_counts_leave_out_measurements_but_not_the_steps_before_them(watched):
