@@ -78,12 +78,16 @@ class Sampling:
         return self.top_k is not None or self.top_p < 1
 
     def check(
-        self, prompts: Sequence[Sequence[int]], context: int, vocabulary: int | None = None
+        self,
+        prompts: Sequence[Sequence[int]],
+        context: float = math.inf,
+        vocabulary: int | None = None,
     ) -> None:
         """Check that no prompt is text or empty, that each leaves room for a response in a context
         of ``context`` tokens, and that the model has an embedding for each token.
 
         Args:
+            context: infinite if it isn't known.
             vocabulary: the number of the model's token ids; None if it isn't known.
 
         Raises PromptError if a prompt is text, empty or too long, or has an unknown token id. The
