@@ -53,8 +53,8 @@ class HTTPClient(Client):
         controls: whether this client sets the server's schedule and weights.
         described: see ``Client``.
 
-    Raises EngineError if no server answers. Raises ConfigError if workers have to be asked for
-    their description, but the server does not run Sparrow.
+    Raises EngineError if no server answers. Raises ConfigError if the address ends in ``/v1``, or
+    if workers have to be asked for their description, but the server does not run Sparrow.
     """
 
     _prompts_path: ClassVar[str]
@@ -63,6 +63,11 @@ class HTTPClient(Client):
         self, url: str, controls: bool, described: Sequence[Mapping[str, Any]] | None = None
     ) -> None:
         self._url = url.rstrip("/")
+        if self._url.endswith("/v1"):
+            raise ConfigError(
+                f"the server's address is {url!r}, but Sparrow also needs paths outside /v1; give "
+                f"{self._url.removesuffix('/v1')!r}"
+            )
         self._controls = controls
         self._served = json.loads(self._request("GET", "/v1/models"))["data"][0]
         super().__init__(self._served["max_model_len"], described)

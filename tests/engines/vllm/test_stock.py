@@ -130,6 +130,12 @@ def test_stock_vllm_rejects_overlong_prompts_and_any_schedule(served):
         engine.set_schedule(SparsitySchedule.dense())
 
 
+def test_an_address_with_the_path_of_the_openai_api_is_refused():
+    message = "is 'http://localhost:1/v1/', but .* outside /v1; give 'http://localhost:1'"
+    with pytest.raises(ConfigError, match=message):
+        StockServer("http://localhost:1/v1/")
+
+
 def test_unreachable_server_is_reported():
     with pytest.raises(EngineError, match="no vLLM server answers at http://localhost:1"):
         StockServer("http://localhost:1")
