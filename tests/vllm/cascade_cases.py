@@ -29,6 +29,7 @@ from sparrow.vllm.selfcheck import steps as step_checks
 from tests.vllm import tiny_vllm as tiny
 
 lossless = cases.lossless
+cascade_kernels.AT_ONCE = 128  # so that the contexts of these tests take several blocks
 
 
 def in_turn(monkeypatch, seed=0):
