@@ -24,7 +24,7 @@ import numpy as np
 
 from sparrow.mismatch import BinMismatch, MismatchReport, Tau
 from sparrow.mismatch.tokens import left_open
-from sparrow.schedule import ALL_PAGES, SparsitySchedule
+from sparrow.schedule import ALL_PAGES, BUDGET_UNIT, SparsitySchedule
 from sparrow.train.config import TrainConfig
 
 STEP_UP = 2.0  # largest per-step factor on a bin's pages read
@@ -330,9 +330,15 @@ def _raised(pages: int, rejected: float) -> int:
 
 
 def _whole(schedule: SparsitySchedule, i: int) -> int:
-    """Return the top-k at which bin ``i`` is dense."""
+    """Return the top-k at which bin ``i`` is dense, so that every head reads the whole cache."""
     pages = math.ceil((i + 1) * schedule.bin_tokens / schedule.page_size)
-    return max(0, pages - schedule.sink_pages - schedule.recent_pages)
+    by_score = max(0, pages - schedule.sink_pages - schedule.recent_pages)
+    least = int(schedule.sparse_budget_units.min())  # the head with the smallest budget decides
+    if by_score and not least:
+        return ALL_PAGES
+    # A head's share of the top-k is rounded half up.
+    needed = math.ceil((by_score * BUDGET_UNIT - BUDGET_UNIT // 2) / max(least, 1))
+    return min(max(0, needed), ALL_PAGES)
 
 
 def _pages(schedule: SparsitySchedule, b: BinMismatch) -> int:

@@ -180,6 +180,30 @@ def test_a_bin_is_never_raised_beyond_its_full_length():
     assert turn([100, 200], seen(0, 0.1))[0] == (122, 200)
 
 
+def test_with_head_budgets_a_bin_is_dense_once_its_smallest_head_reads_everything():
+    def uneven(*top_k, budgets=(1.5, 0.5)):
+        return SparsitySchedule(top_k, dense_layers=(), head_budgets=(budgets,))
+
+    # A head with half of the budget needs 244 pages to read all 122, or 243, rounded half up.
+    start = uneven(ALL_PAGES)
+    dense = next_schedule(Control(start), [seen(0, 0.905)], TAU).schedule
+    assert dense.top_k == (243, ALL_PAGES) and dense.dense_up_to == float("inf")
+    assert next_schedule(Control(uneven(242, 500)), [seen(0, 0.1)], TAU).schedule == uneven(
+        243, 500
+    )
+    # A head with a budget of 0 reads everything only if every page is kept.
+    start = uneven(ALL_PAGES, budgets=(2.0, 0.0))
+    assert next_schedule(Control(start), [seen(0, 0.905)], TAU).schedule.dense_up_to == float("inf")
+
+    watching = guard("raise")
+    now = uneven(122, 500)
+    assert watching.propose(now, now, report(seen(0, 0.5))).top_k == (185, 500)  # 125 * 1.5 = 187.5
+    assert "a denser schedule prevents it" in watching.reason
+    now = uneven(243, 500)
+    assert watching.propose(now, now, report(seen(0, 0.5))) is now
+    assert "although samples read the whole cache" in watching.reason
+
+
 def test_bins_with_few_responses_keep_their_pages_unless_they_clearly_fail():
     assert turn([27, 40, 60], seen(0, 0.905), seen(1, 0.99, sequences=7), room_steps=[1, 1]) == (
         (27, 40, 60),
