@@ -23,7 +23,7 @@ import torch
 from accelerate import Accelerator
 from peft import PeftConfig, get_peft_model_state_dict, load_peft_weights
 from peft.utils import set_peft_model_state_dict
-from safetensors import safe_open
+from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 from transformers import PreTrainedModel
@@ -112,7 +112,7 @@ class Adapter:
         try:
             saved = PeftConfig.from_pretrained(str(folder))
             weights = load_peft_weights(str(folder), device="cpu")
-        except (OSError, ValueError) as error:
+        except (OSError, ValueError, SafetensorError) as error:
             raise ConfigError(
                 f"cannot read a PEFT adapter from {folder}: {str(error).splitlines()[0]}; "
                 "check distill.adapter"

@@ -307,6 +307,10 @@ def test_invalid_distillation_settings_raise_errors(tmp_path):
         Adapter(model_(), replace(ON, adapter=str(tmp_path / "other")), SCHEDULE)
     with pytest.raises(ConfigError, match="cannot read a PEFT adapter"):
         Adapter(model_(), replace(ON, adapter=str(tmp_path / "nothing")), SCHEDULE)
+    weights = tmp_path / "other" / "adapter_model.safetensors"
+    weights.write_bytes(weights.read_bytes()[:1000])
+    with pytest.raises(ConfigError, match="cannot read a PEFT adapter"):
+        Adapter(model_(), replace(ON, adapter=str(tmp_path / "other")), SCHEDULE)
 
 
 def test_adapter_loads_after_more_training_of_its_base_model_but_not_for_another_model(
