@@ -40,6 +40,8 @@ from sparrow.train.ranks import Ranks
 
 # metadata key for the sample of base weights in a saved adapter
 BASE = "sparrow_base"
+# PEFT's settings that determine by how much a layer's LoRA is multiplied
+SCALE = ("r", "lora_alpha", "use_rslora", "rank_pattern", "alpha_pattern")
 
 
 class Adapter:
@@ -51,8 +53,8 @@ class Adapter:
         schedule: the actor's schedule.
 
     Raises ConfigError if the schedule is dense and leaves nothing to distil, or if the model lacks
-    the target layers. Also raises ConfigError if the adapter to start from can't be read or belongs
-    to a different model.
+    the target layers. Also raises ConfigError if the adapter to start from can't be read, belongs
+    to a different model, or was trained with another scale.
     """
 
     def __init__(
@@ -126,6 +128,15 @@ class Adapter:
                 f"its {len(weights)} tensors do not match the {len(shapes)} of this model's "
                 "adapter; choose an adapter for this model with the same rank and layers"
             )
+        for name in SCALE:
+            theirs = getattr(saved, name, None)
+            ours = getattr(self._lora, name)
+            if theirs != ours:
+                raise ConfigError(
+                    f"the adapter in {folder} was trained with another scale: its {name} is "
+                    f"{theirs}, expected {ours}; choose an adapter whose lora_alpha is twice its "
+                    "rank in every layer"
+                )
         if (base := _saved_base(folder)) is not None:
             cosine = 0.0
             if len(base) == len(self._base):

@@ -313,6 +313,19 @@ def test_invalid_distillation_settings_raise_errors(tmp_path):
         Adapter(model_(), replace(ON, adapter=str(tmp_path / "other")), SCHEDULE)
 
 
+@pytest.mark.parametrize(
+    "setting", [{"lora_alpha": 8}, {"use_rslora": True}, {"alpha_pattern": {"q_proj": 8}}]
+)
+def test_an_adapter_that_was_trained_with_another_scale_is_refused(tmp_path, setting):
+    adapter = Adapter(model_(), ON, SCHEDULE)
+    adapter.save(tmp_path, adapter.adapter_weights())
+    settings = tmp_path / "adapter_config.json"
+    settings.write_text(json.dumps(json.loads(settings.read_text()) | setting))
+    ((name, value),) = setting.items()
+    with pytest.raises(ConfigError, match=rf"{name} is {value}, .* lora_alpha is twice its rank"):
+        Adapter(model_(), replace(ON, adapter=str(tmp_path)), SCHEDULE)
+
+
 def test_adapter_loads_after_more_training_of_its_base_model_but_not_for_another_model(
     tmp_path,
 ):
