@@ -56,10 +56,10 @@ def next_schedule(control: Control, bins: Sequence[BinMismatch], tau: float) -> 
 
     A bin that rejects too much is raised at once, in proportion to the excess. A bin that has had
     room for ``PATIENCE`` steps is lowered in proportion to the cube root of what it rejects. It is
-    never lowered to a budget that has failed, or below a budget that left no room. Bins so short
-    that they contain only prompts follow the next longer bin. Bins that few responses reach, or
-    none yet, keep their pages. Longer bins that would read less than a shorter bin are raised to
-    match.
+    never lowered to a budget that has failed, or below a budget that left no room. Shorter bins
+    that cannot be judged, because they contain only prompts or few responses reach them, follow the
+    next longer bin down to their own limit. Bins that no response has reached yet keep their pages.
+    Longer bins that would read less than a shorter bin are raised to match.
 
     Args:
         control: the schedule the rollouts were sampled under, and the loop's state.
@@ -79,7 +79,6 @@ def next_schedule(control: Control, bins: Sequence[BinMismatch], tau: float) -> 
     table = [min(k, _whole(schedule, i)) for i, k in enumerate(_extended(schedule, count))]
 
     judged = set()
-    measured = {b.bin for b in bins}
     for b in bins:
         enough = b.n_sequences >= MIN_SEQUENCES and not math.isnan(b.interval_low)
         rejected = (1 - (b.interval_low if enough else b.interval_high)) / (1 - tau)
@@ -104,7 +103,7 @@ def next_schedule(control: Control, bins: Sequence[BinMismatch], tau: float) -> 
             judged.add(i)
 
     for i in reversed(range(max(judged, default=0))):
-        if i not in measured:
+        if i not in judged:
             table[i] = min(table[i], max(table[i + 1], floor[i]))
     moved = _monotone(schedule, [*table, schedule.top_k[-1]])
     return Control(moved, tuple(room_steps), tuple(floor))

@@ -237,12 +237,12 @@ def test_shorter_bins_follow_the_first_bin_with_data():
     assert turn([10, 10, 17, 40], seen(2, 0.881))[0] == (10, 10, 21, 40)
 
 
-def test_shorter_bins_follow_neither_past_a_failed_budget_nor_against_few_responses():
+def test_shorter_bins_follow_the_next_longer_bin_but_not_past_a_failed_budget():
     longer = seen(2, 0.9359)  # lowers the bin from 97 pages to 83
     room = dict(room_steps=[0, 0, 1])
     assert turn([90, 90, 97, 200], longer, **room, floor=[50, 88, 0])[0] == (88, 88, 88, 200)
     few = seen(1, 0.99, sequences=7)
-    assert turn([90, 90, 97, 200], few, longer, **room)[0] == (90, 90, 90, 200)
+    assert turn([90, 90, 97, 200], few, longer, **room)[0] == (83, 83, 83, 200)
 
 
 def test_bins_below_tau_are_found_and_raised():
