@@ -128,8 +128,8 @@ def sparrow_load_weights(self: Any, weights: Iterable[tuple[str, Tensor]] | str)
         ) from error
     if not given:
         raise ConfigError(
-            "there were no weights to load; pass pairs of a name and a tensor (an iterator that has "
-            "been read yields none)"
+            "there were no weights to load; pass pairs of a name and a tensor (an iterator that "
+            "has been read yields none)"
         )
 
 

@@ -291,8 +291,8 @@ def training_clock_lossy() -> str:
 
 
 def _faster(run: Row, dense: Row, per_token: bool) -> str:
-    """Format how many times as fast as the dense run's a run's steps are, with an interval over
-    steps. Return nothing for the dense run itself.
+    """Format the speed of a run's steps relative to the dense run's, with an interval over steps.
+    Return nothing for the dense run itself.
     """
     if run["arm"] == "dense":
         return ""

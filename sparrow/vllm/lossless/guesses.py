@@ -47,8 +47,8 @@ class SparsePass(NamedTuple):
     step: Step
     position_RT: Tensor  # int64
     slot_RT: Tensor  # int64
-    # int64, the token drawn after each token; a row's first ``CycleProgress.kept_R`` drawn tokens are
-    # drafts
+    # int64, the token drawn after each token; a row's first ``CycleProgress.kept_R`` drawn tokens
+    # are drafts
     drawn_RT: Tensor
     states: list[Tensor]  # the model's auxiliary hidden states, L tensors ``[RT, W]``, or none
 
