@@ -359,7 +359,7 @@ def _route(
 
     calls: Counter[int] = Counter()
     modules: list[nn.Module] = []
-    with evaluating(model):
+    with evaluating(model), routing.full_precision():
         with own.watch(layers):
             model(input_ids=ids, use_cache=False)
         model.set_attn_implementation(NAME)

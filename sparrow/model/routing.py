@@ -35,7 +35,7 @@ EXTRAS = {
 # Sparrow's output may differ from the model's own by this much, relative to the largest entry of
 # the model's output. The two attention implementations sum in different orders, so their outputs
 # are never exactly equal.
-TOLERANCE = {torch.float64: 1e-4, torch.float32: 1e-3}  # on a GPU, float32 may mean TF32
+TOLERANCE = {torch.float64: 1e-4, torch.float32: 1e-3}
 HALF_TOLERANCE = 3e-2
 # Use at most this many tokens to compare a model with and without a config change.
 TRIED_TOKENS = 64
@@ -144,6 +144,22 @@ def _computes_same(model: PreTrainedModel, change: dict[str, Any], window: int) 
 
     tolerance = TOLERANCE.get(model.dtype, HALF_TOLERANCE)
     return torch.allclose(own, found, rtol=0, atol=tolerance * float(own.abs().max()))
+
+
+@contextlib.contextmanager
+def full_precision() -> Iterator[None]:
+    """Multiply float32 matrices in float32 inside the context, even if the program allows TF32 or
+    bfloat16.
+    """
+    backends = torch.backends.cuda.matmul, torch.backends.mkldnn.matmul
+    before = [backend.fp32_precision for backend in backends]
+    try:
+        for backend in backends:
+            backend.fp32_precision = "ieee"
+        yield
+    finally:
+        for backend, precision in zip(backends, before, strict=True):
+            backend.fp32_precision = precision
 
 
 class Windows:

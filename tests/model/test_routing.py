@@ -229,6 +229,21 @@ def test_check_pass_detects_custom_changes_to_attention(monkeypatch):
         set_schedule(model, SPARSE)
 
 
+def test_check_pass_does_not_round_to_tf32_if_the_program_allows_it():
+    model = build(LlamaForCausalLM, LlamaConfig)
+    matmul = torch.backends.cuda.matmul
+    seen = []
+    model.model.layers[0].register_forward_hook(lambda *_: seen.append(matmul.fp32_precision))
+    before = torch.get_float32_matmul_precision()
+    torch.set_float32_matmul_precision("high")
+    try:
+        set_schedule(model, SPARSE)
+        assert torch.get_float32_matmul_precision() == "high"
+    finally:
+        torch.set_float32_matmul_precision(before)
+    assert len(seen) > 1 and set(seen) == {"ieee"}
+
+
 def test_model_with_two_attention_modules_per_layer_is_rejected():
     model = build(DiffLlamaForCausalLM, DiffLlamaConfig)
     with pytest.raises(
