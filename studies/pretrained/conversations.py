@@ -114,6 +114,8 @@ def main(options: Options) -> None:
                 one.add([tokenizer.eos_token_id], sampled=False)
             one.add(next_turn(tokenizer, next(questions)), sampled=False)
 
+    llm.llm_engine.engine_core.shutdown()  # otherwise, the process may wait for the engine's
+
     arrays = {}
     for temperature in options.temperatures:
         of = [one for one in every if one.temperature == temperature]
