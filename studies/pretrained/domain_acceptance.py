@@ -81,11 +81,10 @@ def main(argv: Sequence[str] | None = None) -> dict[str, Any]:
         what = {"domain": domain.name, "temperature": domain.temperature}
         position = domain.position(DRAFTS)
         for (mode, budget), alpha in zip(every, values, strict=True):
-            measured = summary(alpha, position, args.edges, (DRAFTS,))
+            ks = (DRAFTS,) if mode == "lossless" else ()
+            measured = summary(alpha, position, args.edges, ks)
             del measured["by_step"]
             if mode == "lossy":
-                for of in (measured, *measured["bins"]):
-                    del of["tokens_a_cycle"]
                 measured |= rounded(shape(alpha, position))
             rows.append({**what, "mode": mode, "budget": budget, **measured})
             print(f"{what} {mode} {budget}: {measured['mean'][0]}, {measured['p5'][0]}", flush=True)

@@ -26,6 +26,11 @@ def _mean_and_p5(b: Row) -> str:
     return f"{interval(b['mean'], 3)} / {interval(b['p5'], 2)}"
 
 
+def _tokens_per_cycle(row: Row, digits: int) -> str:
+    """Format the tokens per cycle with 8 drafts, with its interval."""
+    return interval([row["tokens_a_cycle"]["8"][0], *row["tokens_a_cycle_interval"]["8"]], digits)
+
+
 def _rows(mode: str) -> list[Row]:
     return [row for row in load("pretrained_acceptance")["rows"] if row["mode"] == mode]
 
@@ -38,7 +43,7 @@ def acceptance() -> str:
     for row in _rows("lossless"):
         if row["temperature"] == 1:
             bins = [_where(b) for b in row["bins"]]
-            cells = [f"{_mean_and_p5(b)} / {b['tokens_a_cycle']['8'][0]:.1f}" for b in row["bins"]]
+            cells = [f"{_mean_and_p5(b)} / {_tokens_per_cycle(b, 1)}" for b in row["bins"]]
             rows.append([row["domain"], f"{row['budget']:,}", *cells])
     return table(["domain", "tokens read", *bins], rows)
 
@@ -97,7 +102,7 @@ def temperatures() -> str:
             cells = [f"{row['temperature']:g}", f"{row['budget']:,}"]
             for each in (row, other):
                 cells += [interval(each["mean"], 3), interval(each["p5"], 2)]
-            rows.append([*cells, f"{row['tokens_a_cycle']['8'][0]:.2f}"])
+            rows.append([*cells, _tokens_per_cycle(row, 2)])
     head = ["temperature", "tokens read", "drafts: mean", "p5", "lossy actor: mean", "p5"]
     return table([*head, "tokens per cycle, k = 8"], rows)
 
@@ -115,7 +120,7 @@ def reading() -> str:
         }.get(row["study"], row["study"])
         cells = [what, f"{row['budget']:,}", f"{row['tokens_read']:,.0f}"]
         cells += [interval(row["mean"], 3), interval(row["p5"], 3)]
-        cells.append(f"{row['tokens_a_cycle']['8'][0]:.2f}")
+        cells.append(_tokens_per_cycle(row, 2))
         less = row.get("minus_even")
         gains = [interval(less[name], 3) for name in ("mean", "p5")] if less else []
         rows.append([*cells, *(gains or ["", ""])])

@@ -146,7 +146,9 @@ def statistics(
     """
     position = np.concatenate([d.position(DRAFTS) for d in domains])
     measured = summary(alpha, position, edges, ks)
-    names = ("n", "mean", "p5", *(["tokens_a_cycle"] if ks else []))
+    names = ["n", "mean", "p5"]
+    if ks:
+        names += ["tokens_a_cycle", "tokens_a_cycle_interval"]
     parts = np.split(alpha, np.cumsum([len(d.ids) for d in domains])[:-1])
     by_domain = {
         d.name: [round(float(x), 4) for x in (part.mean(), np.percentile(part, 5))]

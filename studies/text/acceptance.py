@@ -202,13 +202,20 @@ def lossy(
         return acceptance(p, distributions(model, ids, start, p.shape[2]))
 
 
+def tokens_of_cycles(alpha: Floats, k: int) -> Floats:
+    """Return the expected number of tokens ``[...]`` of each cycle with ``k`` drafts, from the
+    acceptance of its consecutive drafts ``[..., W]``.
+    """
+    return 1 + alpha[..., :k].cumprod(-1).sum(-1)
+
+
 def tokens_a_cycle(alpha: Floats, k: int) -> tuple[float, float]:
     """Return two estimates of the tokens per cycle with ``k`` drafts: one from the acceptance of
     consecutive drafts ``[..., W]``, and one that uses the mean acceptance for all drafts.
     """
     mean = float(alpha.mean())
     geometric = k + 1.0 if mean == 1 else (1 - mean ** (k + 1)) / (1 - mean)
-    return 1 + float(alpha[..., :k].cumprod(-1).sum(-1).mean()), geometric
+    return float(tokens_of_cycles(alpha, k).mean()), geometric
 
 
 TAIL_BINS = 8
@@ -321,17 +328,31 @@ def summary(
 ) -> dict[str, Any]:
     """Compute statistics of acceptance ``[S, R, W]`` at ``position``, overall, by cycle step, and
     by length bin.
+
+    The first estimate of the tokens per cycle (``tokens_a_cycle``) has a 95 % interval from
+    resampling whole texts, ``tokens_a_cycle_interval``.
     """
     text = np.broadcast_to(np.arange(len(alpha))[:, None, None], alpha.shape)
 
     def of(where: NDArray[np.bool_]) -> dict[str, Any]:
-        chosen, cycles = alpha[where], alpha[where[..., 0]]
+        whole = where[..., 0]
+        chosen, cycles = alpha[where], alpha[whole]
         measured = {
             name: [round(x, 4) for x in interval]
             for name, interval in mean_and_p5(chosen, text[where]).items()
         }
         expected = {k: [round(x, 3) for x in tokens_a_cycle(cycles, k)] for k in ks}
-        return {"n": len(chosen), **measured, "tokens_a_cycle": expected}
+        limits = {}
+        for k in ks:
+            tokens = tokens_of_cycles(cycles, k)
+            _, low, high, *_ = sequence_bootstrap(tokens, text[whole][:, 0], weighted_mean)
+            limits[k] = [round(low, 3), round(high, 3)]
+        return {
+            "n": len(chosen),
+            **measured,
+            "tokens_a_cycle": expected,
+            "tokens_a_cycle_interval": limits,
+        }
 
     everywhere = of(np.ones(alpha.shape, bool))
     bins = []

@@ -248,6 +248,20 @@ def test_a_summary_groups_drafts_by_position_and_cycles_by_start(study):
     assert second["tokens_a_cycle"][2][0] == pytest.approx(1 + 0.2 + 0.08)
 
 
+def test_the_interval_of_tokens_per_cycle_resamples_whole_texts(study):
+    # One text's cycles yield 3 tokens and the other's 1, so a resample yields 1, 2 or 3.
+    alpha = np.array([[[1.0, 1.0], [1.0, 1.0]], [[0.0, 1.0], [0.0, 1.0]]])
+    position = np.zeros(alpha.shape, int)
+    found = study.acceptance.summary(alpha, position, [0, 1], [2])
+    assert found["tokens_a_cycle"][2][0] == 2
+    assert found["tokens_a_cycle_interval"] == {2: [1, 3]}
+    assert found["bins"][0]["tokens_a_cycle_interval"] == {2: [1, 3]}
+    same = np.repeat(alpha[:1], 2, axis=0)
+    assert study.acceptance.summary(same, position, [0, 1], [2])["tokens_a_cycle_interval"] == {
+        2: [3, 3]
+    }
+
+
 def test_correlations_with_position_match_numpys_pearson_correlation(study):
     rng = np.random.default_rng(0)
     position = np.tile(np.arange(800), 6)
