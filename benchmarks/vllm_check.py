@@ -55,9 +55,9 @@ VARIANTS: dict[str, dict[str, Any]] = {
     ),
 }
 """Other ways to run an engine, with their vLLM options."""
-PREEMPTION_BLOCKS = {"hybrid": 48, "windowed": 640}
-"""KV blocks for preemption in models with several groups of layers. In a hybrid, blocks are larger.
-With windows, a prompt needs blocks in every group of layers.
+PREEMPTION_BLOCKS = {"hybrid": (48, 32, 24), "windowed": (640, 480, 400, 340)}
+"""Numbers of KV blocks to try in turn until vLLM preempts, in models with several groups of layers.
+There, vLLM chooses how many tokens a block has. With windows, a prompt needs blocks in every group.
 """
 
 LINEAR_ATTENTION = {"gdn_prefill_backend": "triton"}
@@ -175,6 +175,27 @@ def gib_asleep(engine: VLLMEngine) -> float:
     return (total - free) / 2**30
 
 
+def blocks_that_preempt(
+    folder: str, every_number: Sequence[int], engine_options: dict[str, Any]
+) -> int:
+    """Return the first number of KV blocks with which vLLM preempts a sequence.
+
+    Raises RuntimeError if there is none.
+    """
+    for blocks in every_number:
+        limited = {**engine_options, "num_gpu_blocks_override": blocks}
+        engine = VLLMEngine(folder, SMALL, **limited)
+        engine.generate(prompts(), SAMPLED)
+        preemptions = engine.counters().preemptions
+        engine.close()
+        if preemptions:
+            return blocks
+    raise RuntimeError(
+        f"vLLM preempts no sequence with {blocks} KV blocks; add a smaller number to "
+        "PREEMPTION_BLOCKS"
+    )
+
+
 def main() -> None:
     command = parser(__doc__, "vllm_equal_bf16")
     command.add_argument("--dtype", default="bfloat16")
@@ -287,11 +308,14 @@ def main() -> None:
         variants = VARIANTS | {
             "compiled": dict(compilation_config={"cudagraph_capture_sizes": [1, 2, 4, 8, 16]})
         }
-        if blocks := PREEMPTION_BLOCKS.get(arguments.kind):
-            variants["preemption"] = variants["preemption"] | dict(num_gpu_blocks_override=blocks)
         for label, more in variants.items():
             if arguments.tensor_parallel > 1 and label != "eager":
                 continue
+            if label == "preemption" and arguments.kind in PREEMPTION_BLOCKS:
+                numbers = PREEMPTION_BLOCKS[arguments.kind]
+                blocks = blocks_that_preempt(str(folder), numbers, {**shared, **more})
+                more = more | dict(num_gpu_blocks_override=blocks)
+                note("KV blocks, preemption", blocks)
             engine = VLLMEngine(str(folder), SMALL, **{**shared, **more})
             rollouts = engine.generate(prompts(), SAMPLED)
             note(f"sparse from {label}", gap(first, rollouts))
