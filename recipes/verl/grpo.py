@@ -2,7 +2,7 @@
 
     python recipes/verl/grpo.py --mode lossless --gpus 2 --out run.json
 
-Written for verl 0.9.1 (pip install 'sparrow-rl[verl]'). Prepares a data set and a model folder,
+Written for verl 0.9.1 (pip install -e '.[verl]'). Prepares a data set and a model folder,
 runs ``python -m verl.trainer.main_ppo`` with the settings below, and collects verl's logs. Dense
 rollouts are verl's own, without Sparrow. The exit status is verl's, or 1 if a lossless run drafted
 nothing.
