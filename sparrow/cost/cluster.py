@@ -117,6 +117,48 @@ class Plan:
     lossless: Step | None = None  # None without a draft acceptance
 
 
+def training_bytes(
+    shape: ModelShape,
+    cluster: Cluster,
+    longest: int,
+    token_budget: int = 32768,
+    recompute: bool = True,
+) -> tuple[float, float, float]:
+    """Compute the bytes per GPU that training needs for its state, for gradients, and for the
+    activations of one pass. For the arguments, see ``fit``.
+    """
+    parameters = shape.weights + shape.embedding
+    width = shape.heads * shape.head_dim
+    state = STATE_BYTES * parameters / cluster.gpus
+    gradients = GRADIENT_BYTES * parameters / cluster.gpus
+    # Three layers in bf16: the current one, the next one, and the gradient of the previous one.
+    gathered = 3 * 2 * parameters / shape.layers
+    kept = 2 * shape.layers + LAYER_BYTES if recompute else LAYER_BYTES * shape.layers
+    activations = max(token_budget, longest) * width * kept + HEAD_BYTES + gathered
+    return state, gradients, activations
+
+
+def training_shortage(
+    shape: ModelShape,
+    cluster: Cluster,
+    longest: int,
+    token_budget: int = 32768,
+    recompute: bool = True,
+) -> str | None:
+    """Say how much memory training needs, if it needs more than there is. Return None if training
+    fits. For the arguments, see ``fit``.
+    """
+    needed = training_bytes(shape, cluster, longest, token_budget, recompute)
+    available = MEMORY_FRACTION * cluster.machine.memory_bytes
+    if sum(needed) <= available:
+        return None
+    return (
+        f"training {shape.name} on {cluster.gpus} {cluster.machine.name} needs "
+        f"{sum(needed) / 2**30:.0f} GiB per GPU, including {needed[-1] / 2**30:.0f} GiB for "
+        f"activations, but only {available / 2**30:.0f} GiB are available"
+    )
+
+
 def fit(
     shape: ModelShape,
     cluster: Cluster,
@@ -125,6 +167,7 @@ def fit(
     colocated: bool = True,
     recompute: bool = True,
     engine_share: float | None = None,
+    trains: bool = True,
 ) -> Memory:
     """Compute the bytes needed per GPU. Weights, moments and gradients are sharded over all GPUs
     (FSDP2), and vLLM sleeps during training.
@@ -138,31 +181,23 @@ def fit(
             checkpointing).
         engine_share: share of a GPU's memory that vLLM may use (``gpu_memory_utilization``). None
             means all free memory.
+        trains: whether the GPUs train at all; if not, engines get the memory that training would
+            take.
 
     Raises ConfigError if training or a single response does not fit in memory, or if the
     model's heads cannot be divided among an engine's GPUs.
     """
-    parameters = shape.weights + shape.embedding
-    width = shape.heads * shape.head_dim
-    state = STATE_BYTES * parameters / cluster.gpus
-    gradients = GRADIENT_BYTES * parameters / cluster.gpus
-    # Three layers in bf16: the current one, the next one, and the gradient of the previous one.
-    gathered = 3 * 2 * parameters / shape.layers
-    kept = 2 * shape.layers + LAYER_BYTES if recompute else LAYER_BYTES * shape.layers
-    activations = max(token_budget, longest) * width * kept + HEAD_BYTES + gathered
-    memory = cluster.machine.memory_bytes
-    needed = state + gradients + activations
-    if needed > MEMORY_FRACTION * memory:
-        remedy = "recompute activations (optimizer.gradient_checkpointing)"
-        if recompute:
-            remedy = "use more GPUs or fewer tokens"
-        raise ConfigError(
-            f"training {shape.name} on {cluster.gpus} {cluster.machine.name} needs "
-            f"{needed / 2**30:.0f} GiB per GPU, including {activations / 2**30:.0f} GiB for "
-            f"activations, but only {MEMORY_FRACTION * memory / 2**30:.0f} GiB are available; "
-            f"{remedy}"
-        )
+    state = gradients = activations = 0.0
+    if trains:
+        training = (shape, cluster, longest, token_budget, recompute)
+        if shortage := training_shortage(*training):
+            remedy = "recompute activations (optimizer.gradient_checkpointing)"
+            if recompute:
+                remedy = "use more GPUs or fewer tokens"
+            raise ConfigError(f"{shortage}; {remedy}")
+        state, gradients, activations = training_bytes(*training)
 
+    memory = cluster.machine.memory_bytes
     reserved = _reserved(cluster, state, colocated, engine_share)
     if colocated and engine_share and state + engine_share * memory > MOST_SHARE * memory:
         raise ConfigError(
@@ -170,19 +205,21 @@ def fit(
             f"keeps {state / 2**30:.0f} GiB on the same GPU; lower gpu_memory_utilization to at "
             f"most {MOST_SHARE - state / memory:.2f}"
         )
-    cached = engine_shape(shape, cluster)
-    engine = engine_machine(cluster, reserved)
-    held = roofline.kv_capacity(cached, engine)
+    held = _tokens_held(shape, cluster, reserved)
     if held < longest:
+        enough = _enough_gpus(shape, cluster, reserved, longest)
+        remedy = (
+            f"set tensor_parallel to {enough}" if enough else "use more GPUs or shorter responses"
+        )
         raise ConfigError(
             f"an engine of {cluster.tensor_parallel} {cluster.machine.name} has room for "
-            f"{held:,} tokens alongside "
-            f"{shape.name}{' and its training state' if colocated else ''}, but a sequence "
-            f"may be {longest:,} tokens long; raise tensor_parallel, or use more GPUs or "
-            "shorter responses"
+            f"{held:,} tokens alongside {shape.name}{' and its training state' if state else ''}, "
+            f"but a sequence may be {longest:,} tokens long; {remedy}"
         )
+    cached = engine_shape(shape, cluster)
+    engine = engine_machine(cluster, reserved)
     kv = int(cached.cached_tokens(held)) * cached.layer_width * cached.kv_bytes
-    weights = parameters * shape.weight_bytes / cluster.tensor_parallel
+    weights = (shape.weights + shape.embedding) * shape.weight_bytes / cluster.tensor_parallel
     responses = roofline.sequences_held(cached, engine, longest)
     return Memory(state, gradients, activations, weights, kv / cluster.tensor_parallel, responses)
 
@@ -195,6 +232,23 @@ def _reserved(cluster: Cluster, state: float, colocated: bool, engine_share: flo
         0.0 if engine_share is None else (VLLM_SHARE - engine_share) * cluster.machine.memory_bytes
     )
     return max(state if colocated else 0.0, left)
+
+
+def _tokens_held(shape: ModelShape, cluster: Cluster, reserved: float) -> int:
+    """Return how many tokens an engine's KV cache holds."""
+    return roofline.kv_capacity(engine_shape(shape, cluster), engine_machine(cluster, reserved))
+
+
+def _enough_gpus(shape: ModelShape, cluster: Cluster, reserved: float, longest: int) -> int | None:
+    """Return the smallest number of GPUs on one host whose engine holds ``longest`` tokens, or None
+    if there is none.
+    """
+    for n in range(cluster.tensor_parallel + 1, min(cluster.gpus, cluster.host) + 1):
+        if cluster.gpus % n or not _divides(shape, n):
+            continue
+        if _tokens_held(shape, replace(cluster, tensor_parallel=n), reserved) >= longest:
+            return n
+    return None
 
 
 def engine_machine(cluster: Cluster, reserved: float = 0.0) -> Machine:
@@ -220,13 +274,18 @@ def engine_shape(shape: ModelShape, cluster: Cluster) -> ModelShape:
     Raises ConfigError if the heads can't be split that way.
     """
     n = cluster.tensor_parallel
-    if shape.heads % n or (shape.kv_heads % n and n % shape.kv_heads):
+    if not _divides(shape, n):
         raise ConfigError(
             f"the {shape.heads} query heads and {shape.kv_heads} kv heads of {shape.name} "
             f"cannot be divided among the {n} GPUs of an engine; choose a tensor_parallel "
             "that divides both"
         )
     return replace(shape, kv_copies=max(1, n // shape.kv_heads))
+
+
+def _divides(shape: ModelShape, gpus: int) -> bool:
+    """Return whether an engine of so many GPUs can divide the model's heads among them."""
+    return shape.heads % gpus == 0 and (shape.kv_heads % gpus == 0 or gpus % shape.kv_heads == 0)
 
 
 def plan(
@@ -242,12 +301,13 @@ def plan(
     recompute: bool = True,
     engine_share: float | None = None,
     acceptance: float | None = None,
+    trains: bool = True,
 ) -> Plan:
     """Predict one RL step over ``responses`` (lengths in tokens), assigned to engines round-robin
     as in the trainer.
 
-    For ``recompute`` and ``engine_share``, see ``fit``. For ``acceptance``, see
-    ``predict_lossless``.
+    For ``recompute``, ``engine_share`` and ``trains``, see ``fit``. If the GPUs don't train, a step
+    consists of its rollout. For ``acceptance``, see ``predict_lossless``.
 
     Raises ConfigError if there are fewer responses than engines, and in the same cases as ``fit``.
     """
@@ -258,20 +318,21 @@ def plan(
             "least one response per engine"
         )
     longest = prompt + int(lengths.max())
-    memory = fit(shape, cluster, longest, token_budget, colocated, recompute, engine_share)
+    memory = fit(shape, cluster, longest, token_budget, colocated, recompute, engine_share, trains)
     machine = engine_machine(cluster, _reserved(cluster, memory.state, colocated, engine_share))
     engine = engine_shape(shape, cluster)
     shares = [lengths[i :: cluster.engines] for i in range(cluster.engines)]
-    score, update = train_seconds(shape, cluster, prompt + lengths, token_budget)
-    sync = sync_seconds(shape, cluster, colocated)
     gather = GATHER_S * int(lengths.sum()) if cluster.gpus > 1 else 0.0
+    score = update = sync = 0.0
+    if trains:
+        score, update = train_seconds(shape, cluster, prompt + lengths, token_budget)
+        score += gather
+        sync = sync_seconds(shape, cluster, colocated)
 
     batching = (prompt, max_batch, overheads)
 
     def step(runs: Sequence[RolloutEstimate]) -> Step:
-        return Step(
-            max(r.seconds for r in runs) + gather, score + gather, update, sync, _imbalance(runs)
-        )
+        return Step(max(r.seconds for r in runs) + gather, score, update, sync, _imbalance(runs))
 
     def simulated(kind: SparsitySchedule | None) -> list[RolloutEstimate]:
         return [
@@ -342,25 +403,46 @@ def rows(planned: Plan, steps: int | None = None) -> list[tuple[str, str]]:
         f"{m.state / gib:.0f} state, {m.gradients / gib:.0f} "
         f"gradients, {m.activations / gib:.0f} activations"
     )
-    engine = (
-        f"{m.engine_weights / gib:.0f} weights, {m.kv / gib:.0f} "
-        f"KV: {m.full_responses} full-length responses"
+    lines = [("training, GiB per GPU", training), _engine_row(m)]
+    for name, step in _steps(planned).items():
+        phases = ", ".join(
+            f"{phase} {getattr(step, phase):.0f}"
+            for phase in ("rollout", "score", "update", "sync")
+        )
+        hours = f", {steps * step.seconds / 3600:.0f} h per run" if steps else ""
+        took = f"{step.seconds:.0f} s: {phases}; imbalance {step.imbalance:.2f}{hours}"
+        lines.append((f"{name} step", took))
+    return [*lines, ("step speed-up", _speedups(planned, "seconds"))]
+
+
+def rollout_rows(planned: Plan) -> list[tuple[str, str]]:
+    """Return what a plan predicts about rollouts as (name, value) pairs for printing, without
+    training and without the other phases of a step.
+    """
+    lines = [_engine_row(planned.memory)]
+    for name, step in _steps(planned).items():
+        lines.append((f"{name} rollout", f"{step.rollout:.0f} s; imbalance {step.imbalance:.2f}"))
+    return [*lines, ("rollout speed-up", _speedups(planned, "rollout"))]
+
+
+def _engine_row(memory: Memory) -> tuple[str, str]:
+    gib = 2**30
+    held = (
+        f"{memory.engine_weights / gib:.0f} weights, {memory.kv / gib:.0f} "
+        f"KV: {memory.full_responses} full-length responses"
     )
-    lines = [("training, GiB per GPU", training), ("engine, GiB per GPU", engine)]
-    steps_of = {"dense": planned.dense, "lossy": planned.sparse, "lossless": planned.lossless}
-    speedups = []
-    for name, step in steps_of.items():
-        if step is not None:
-            phases = ", ".join(
-                f"{phase} {getattr(step, phase):.0f}"
-                for phase in ("rollout", "score", "update", "sync")
-            )
-            hours = f", {steps * step.seconds / 3600:.0f} h per run" if steps else ""
-            lines.append(
-                (
-                    f"{name} step",
-                    f"{step.seconds:.0f} s: {phases}; imbalance {step.imbalance:.2f}{hours}",
-                )
-            )
-            speedups.append(f"{planned.dense.seconds / step.seconds:.2f}x {name}")
-    return [*lines, ("step speed-up", ", ".join(speedups[1:]) or "only dense was requested")]
+    return "engine, GiB per GPU", held
+
+
+def _steps(planned: Plan) -> dict[str, Step]:
+    """Return the steps of a plan by the name of their mode."""
+    modes = {"dense": planned.dense, "lossy": planned.sparse, "lossless": planned.lossless}
+    return {name: step for name, step in modes.items() if step is not None}
+
+
+def _speedups(planned: Plan, phase: str) -> str:
+    """List each mode's speed-up over dense, either in one ``phase`` or in all ``seconds``."""
+    spent = {mode: getattr(step, phase) for mode, step in _steps(planned).items()}
+    dense = spent.pop("dense")
+    gains = [f"{dense / seconds:.2f}x {mode}" for mode, seconds in spent.items()]
+    return ", ".join(gains) or "only dense was requested"

@@ -260,7 +260,8 @@ def simulate_rollout(
             f"{prompt + final.max()} tokens do not fit alongside {shape.name} on one {machine.name}"
         )
         raise ConfigError(
-            f"{need}, which has room for {capacity}; use a larger Machine or shorter responses"
+            f"{need}, which has room for {capacity}; use a larger GPU, several GPUs, "
+            "or shorter responses"
         )
 
     # for each waiting response: the cached tokens, and the tokens left to sample

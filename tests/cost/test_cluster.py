@@ -177,13 +177,45 @@ def test_plan_that_does_not_fit_raises_an_error():
     little = replace(H200, memory_bytes=40e9)
     with pytest.raises(
         ConfigError,
-        match=r"engine of 1 H200 has room for [12]\d,\d+ tokens alongside Qwen3-14B .*raise tensor_parallel",
+        match=r"engine of 1 H200 has room for [12]\d,\d+ tokens alongside Qwen3-14B .*; set tensor_parallel to 2$",
     ):
         fit(SHAPES["qwen3-14b"], Cluster(little, 64), 33000)
     with pytest.raises(ConfigError, match="6 GPUs cannot be split into engines of 4"):
         Cluster(H200, 6, 4)
     with pytest.raises(ConfigError, match="2 responses leave some of the 4 engines idle"):
         plan(TINY, Cluster(GPU, 4), [5, 5], SparsitySchedule.dense())
+
+
+def test_error_names_the_smallest_engine_that_has_room():
+    shape = replace(TINY, weights=100_000_000_000, heads=16, kv_heads=4, head_dim=2)
+    gpus = Cluster(GPU, 24)
+
+    def refusal(cluster):
+        with pytest.raises(ConfigError) as refused:
+            fit(shape, cluster, 1000, trains=False)
+        return str(refused.value).rpartition("; ")[2]
+
+    # An engine's weights take 200e9 bytes, more than the 170e9 of two GPUs. Three GPUs would be
+    # enough, but do not divide the heads.
+    assert refusal(gpus) == refusal(replace(gpus, tensor_parallel=2)) == "set tensor_parallel to 4"
+    fit(shape, replace(gpus, tensor_parallel=4), 1000, trains=False)
+    assert refusal(Cluster(GPU, 2)) == "use more GPUs or shorter responses"
+
+
+def test_rollouts_are_predicted_without_training():
+    """Engines get the training state's memory, and a step takes as long as its rollout."""
+    gpus = Cluster(replace(GPU, memory_bytes=12e6), 2)
+    with pytest.raises(ConfigError, match=r"training tiny on 2 box needs .* use more GPUs"):
+        fit(TINY, gpus, 1000)
+    alone = plan(TINY, gpus, [1000] * 4, SparsitySchedule.fixed(2, dense_layers=()), trains=False)
+    memory = alone.memory
+    assert (memory.state, memory.gradients, memory.activations) == (0, 0, 0)
+    assert memory.kv == pytest.approx(0.85 * 12e6 - 2e6, rel=1e-3)
+    engine = simulate_rollout(TINY, gpus.machine, [1000] * 2)
+    assert alone.dense.rollout == engine.seconds + cluster.GATHER_S * 4000
+    assert alone.dense.seconds == alone.dense.rollout
+    names = [name for name, _ in cluster.rollout_rows(alone)]
+    assert names == ["engine, GiB per GPU", "dense rollout", "lossy rollout", "rollout speed-up"]
 
 
 def test_published_duration_falls_within_the_predicted_range():

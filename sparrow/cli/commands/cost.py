@@ -14,7 +14,11 @@ from sparrow.schedule import LandmarkDtype, SparsitySchedule
 from sparrow.settings import Count, Many, Positive, Probability, Share, require
 
 if TYPE_CHECKING:
+    import numpy as np
+    from numpy.typing import NDArray
+
     from sparrow.cost import ModelShape
+    from sparrow.cost.cluster import Cluster
 
 SAMPLES = 8
 ACCEPTANCE = 0.94
@@ -63,7 +67,12 @@ class Cost(Command):
         super().__post_init__()
         several = self.gpus > 1
         share = self.rollout_share
-        require(self, "tensor_parallel", several or self.tensor_parallel == 1, "1 on one GPU")
+        require(
+            self,
+            "tensor_parallel",
+            several or self.tensor_parallel == 1,
+            f"1 on one GPU; set gpus to a multiple of {self.tensor_parallel}",
+        )
         require(
             self,
             "examples",
@@ -104,16 +113,11 @@ class Cost(Command):
         machine = MACHINES[self.gpu]
         if self.landmark_dtype is not None:
             schedule = schedule.replace(landmark_dtype=self.landmark_dtype)
-        batching = (self.prompt, self.max_batch)
         if self.gpus > 1:
             gpus = cluster.Cluster(machine, self.gpus, self.tensor_parallel)
-            acceptance = None if shape.is_hybrid else self._acceptance
-            whole = cluster.plan(shape, gpus, lengths, schedule, *batching, acceptance=acceptance)
-            steps = None
-            if self.examples is not None:
-                steps = math.ceil(self.examples * (self.samples or SAMPLES) / self.responses)
-            rows = cluster.rows(whole, steps)
+            rows = self._several_gpus(shape, gpus, lengths, schedule)
         else:
+            batching = (self.prompt, self.max_batch)
             lossy = one_gpu.predict(
                 shape, machine, lengths, schedule, *batching, rollout_share=self.rollout_share
             )
@@ -135,6 +139,40 @@ class Cost(Command):
         machines = f"{self.gpus} {self.gpu.upper()}"
         responses = f"{self.responses} responses of {lengths.mean():,.0f} tokens"
         print_rows(f"{self.model} on {machines}, {responses}, {self.schedule}", rows)
+
+    def _several_gpus(
+        self,
+        shape: ModelShape,
+        gpus: Cluster,
+        lengths: NDArray[np.int64],
+        schedule: SparsitySchedule,
+    ) -> list[tuple[str, str]]:
+        """Plan a whole step on several GPUs, or only its rollout if training doesn't fit. Return
+        (name, value) pairs for printing.
+        """
+        from sparrow.cost import cluster
+
+        shortage = cluster.training_shortage(shape, gpus, self.prompt + int(lengths.max()))
+        planned = cluster.plan(
+            shape,
+            gpus,
+            lengths,
+            schedule,
+            self.prompt,
+            self.max_batch,
+            acceptance=None if shape.is_hybrid else self._acceptance,
+            trains=shortage is None,
+        )
+        if shortage is not None:
+            without = (
+                "Scoring, the update, the whole step and the run's hours are left out, and engines "
+                f"get all memory, because {shortage}; use more GPUs."
+            )
+            return [*cluster.rollout_rows(planned), ("training", without)]
+        steps = None
+        if self.examples is not None:
+            steps = math.ceil(self.examples * (self.samples or SAMPLES) / self.responses)
+        return cluster.rows(planned, steps)
 
     @property
     def _acceptance(self) -> float:

@@ -67,7 +67,7 @@ TRAIN = ["train", *PROMPTS]
         (EVAL, "--temperature -1", "temperature is -1.0, but must be greater than or equal to 0"),
         (COST, "--gpus -3", "gpus is -3, but must be greater than or equal to 1"),
         (COST, "--rollout-share 3", "rollout_share is 3.0, but must be less than or equal to 1"),
-        (COST, "--tensor-parallel 2", "tensor_parallel is 2, but must be 1 on one GPU"),
+        (COST, "--tensor-parallel 2", "tensor_parallel is 2, but must be 1 on one GPU; set gpus"),
         (COST, "--examples 100", "examples is 100, but must be left out on one GPU"),
         (
             COST,

@@ -1,0 +1,25 @@
+"""Test what ``sparrow cost`` prints and refuses."""
+
+from sparrow.cli import main
+from tests.conftest import fails
+
+A3B = ["cost", "--model", "qwen3-30b-a3b", "--schedule", "qwen3-4b-0.86", "--gpu", "h100"]
+
+
+def test_rollouts_are_printed_if_training_does_not_fit(capsys):
+    main([*A3B, "--gpus", "8", "--tensor-parallel", "2", "--responses", "32"])
+    printed = " ".join(capsys.readouterr().out.replace("│", " ").split())
+    for row in ("dense rollout", "lossy rollout", "lossless rollout", "rollout speed-up"):
+        assert f" {row} " in printed
+    assert "are left out, and engines get all memory, because training Qwen3-30B-A3B" in printed
+    assert "on 8 H100 needs 84 GiB per GPU, " in printed and "; use more GPUs." in printed
+    assert "training, GiB per GPU" not in printed and "step speed-up" not in printed
+
+
+def test_engine_without_room_for_a_response_says_how_many_gpus_it_needs(capsys):
+    refused = fails(capsys, *A3B, "--gpus", "16")
+    assert "an engine of 1 H100 has room for 0 tokens alongside Qwen3-30B-A3B" in refused
+    assert refused.strip().endswith("; set tensor_parallel to 2")
+    main([*A3B, "--gpus", "16", "--tensor-parallel", "2", "--responses", "32"])
+    printed = " ".join(capsys.readouterr().out.split())
+    assert "training, GiB per GPU" in printed and "step speed-up" in printed
