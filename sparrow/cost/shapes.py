@@ -215,7 +215,7 @@ def _read(path: Path) -> Mapping[str, Any]:
             f"there is no model config at {path}; pass a config.json or the folder that contains it"
         )
     try:
-        return {
+        config = {
             "_name_or_path": path.parent.name,
             **json.loads(path.read_text(encoding="utf-8")),
         }
@@ -223,6 +223,12 @@ def _read(path: Path) -> Mapping[str, Any]:
         raise ConfigError(
             f"{path} is not a model config ({error}); expected a JSON object"
         ) from error
+    if "model_type" not in config:
+        raise ConfigError(
+            f"{path} is not a model's config.json, because it has no 'model_type'; pass a "
+            "config.json or the folder that contains it"
+        )
+    return config
 
 
 def _check(config: Mapping[str, Any]) -> None:

@@ -109,7 +109,7 @@ class Cost(Command):
         self._check_context(shape)
         self._check_lossless(shape)
         lengths = one_gpu.response_lengths(self.median, self.cutoff, self.responses)
-        schedule = SparsitySchedule.load(self.schedule)
+        schedule = load_schedule(self.schedule)
         machine = MACHINES[self.gpu]
         if self.landmark_dtype is not None:
             schedule = schedule.replace(landmark_dtype=self.landmark_dtype)
@@ -196,6 +196,25 @@ class Cost(Command):
                 f"not fit in the {shape.context:,}-token context of {self.model}; lower cutoff "
                 "or prompt, or pass a config.json with a larger max_position_embeddings"
             )
+
+
+def load_schedule(spec: str) -> SparsitySchedule:
+    """Load a schedule.
+
+    Raises the same errors as ``SparsitySchedule.load``, and ConfigError if the file is a
+    measurement.
+    """
+    try:
+        return SparsitySchedule.load(spec)
+    except ConfigError as error:
+        from sparrow.report import read_measurement
+
+        if read_measurement(Path(spec)) is None:
+            raise
+        raise ConfigError(
+            f"{spec} is a measurement from sparrow measure, not a schedule; pass a schedule from "
+            "sparrow calibrate, a published table or fixed:PAGES"
+        ) from error
 
 
 def is_known(model: str) -> bool:

@@ -1,5 +1,9 @@
 """Test what ``sparrow cost`` prints and refuses."""
 
+import json
+
+import pytest
+
 from sparrow.cli import main
 from tests.conftest import fails
 
@@ -23,3 +27,19 @@ def test_engine_without_room_for_a_response_says_how_many_gpus_it_needs(capsys):
     main([*A3B, "--gpus", "16", "--tensor-parallel", "2", "--responses", "32"])
     printed = " ".join(capsys.readouterr().out.split())
     assert "training, GiB per GPU" in printed and "step speed-up" in printed
+
+
+@pytest.fixture
+def measurement(tmp_path):
+    """Return the path of a file like those that ``sparrow measure`` writes."""
+    path = tmp_path / "tail.json"
+    path.write_text(json.dumps({"bins": [], "histogram": [], "tau": 0.5}))
+    return str(path)
+
+
+def test_measurement_is_neither_a_model_nor_a_schedule(measurement, capsys):
+    refused = fails(capsys, "cost", "--schedule", "fixed:1", "--model", measurement)
+    assert f"{measurement} is not a model's config.json, because it has no 'model_type'" in refused
+    refused = fails(capsys, "cost", "--model", "qwen3-4b", "--schedule", measurement)
+    assert f"{measurement} is a measurement from sparrow measure, not a schedule; pass" in refused
+    assert "top_k" not in refused
