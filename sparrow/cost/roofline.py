@@ -28,6 +28,7 @@ PREFILL_MFU = 0.5  # share of peak FLOP/s that prefill reaches (assumed)
 # benchmarks/grpo_step.py
 SCORE_MFU = 0.24
 UPDATE_MFU = 0.28
+DENSE = SparsitySchedule.dense(dense_layers=())  # the schedule of a dense step
 CHUNK = 256  # predict this many decode steps at once, at the length halfway through
 
 
@@ -123,7 +124,7 @@ def decode_step(
             "lengths must contain at least one length, and every length must be at least 1 "
             f"token, got {length.tolist()[:8]}"
         )
-    schedule = schedule or SparsitySchedule.dense(dense_layers=())
+    schedule = schedule or DENSE
     schedule.check_model(shape.layers, shape.kv_heads)
 
     read = schedule.tokens_read(length)

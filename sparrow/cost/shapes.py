@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -121,7 +122,7 @@ class ModelShape:
         """Number of layers with a KV cache."""
         return self.layers - len(self.linear_layers)
 
-    @property
+    @cached_property
     def full_layers(self) -> int:
         """Number of layers with full attention. Only these can decode sparsely."""
         return self.sparse_layers(())

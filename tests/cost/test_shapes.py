@@ -87,7 +87,7 @@ def test_parameter_counts_of_a_mixture_match_transformers(config):
 def test_built_in_mixture_matches_its_config():
     found = ModelShape.from_config(A3B.to_dict() | {"max_position_embeddings": 40960})
     named = SHAPES["qwen3-30b-a3b"]
-    assert found == ModelShape(**{**vars(named), "name": found.name})
+    assert found == replace(named, name=found.name)
     assert found.active_weights == pytest.approx(3.04e9, rel=0.01)
 
 
