@@ -11,7 +11,7 @@ from sparrow.cli.commands.base import Command
 from sparrow.decoding import DraftWeights
 from sparrow.errors import ConfigError
 from sparrow.schedule import LandmarkDtype, SparsitySchedule
-from sparrow.settings import Count, Many, Positive, Probability, Share, require
+from sparrow.settings import Count, Positive, Probability, Share, require
 
 if TYPE_CHECKING:
     import numpy as np
@@ -22,6 +22,7 @@ if TYPE_CHECKING:
 
 SAMPLES = 8
 ACCEPTANCE = 0.94
+MOST_RESPONSES = 10_000  # simulating a rollout of this many takes half a minute
 
 
 @dataclass(frozen=True)
@@ -39,7 +40,7 @@ class Cost(Command):
     # Number of GPUs. With more than one, the prediction covers memory and each phase of a step.
     gpus: Count = 1
     tensor_parallel: Count = 1  # GPUs per engine.
-    responses: Many = 240  # Responses per rollout, over all GPUs.
+    responses: Count = 240  # Responses per rollout, over all GPUs.
     # Responses per prompt, to predict the run's hours. Defaults to 8.
     samples: Count | None = None
     # On several GPUs: number of prompts in the whole run, to predict the run's hours.
@@ -72,6 +73,18 @@ class Cost(Command):
             "tensor_parallel",
             several or self.tensor_parallel == 1,
             f"1 on one GPU; set gpus to a multiple of {self.tensor_parallel}",
+        )
+        require(
+            self,
+            "responses",
+            self.responses <= MOST_RESPONSES,
+            f"at most {MOST_RESPONSES:,}, because each of them is simulated",
+        )
+        require(
+            self,
+            "median",
+            self.median <= self.cutoff,
+            f"at most {self.cutoff:,}, the longest response (cutoff)",
         )
         require(
             self,

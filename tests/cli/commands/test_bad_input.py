@@ -86,6 +86,13 @@ TRAIN = ["train", *PROMPTS]
         ),
         (COST, "--gpus 8 --samples 4", "samples is 4, but must be left out unless examples is"),
         (COST, "--median -5", "median is -5.0, but must be greater than 0"),
+        (
+            COST,
+            "--median 1e12",
+            "median is 1000000000000.0, but must be at most 32,768, the longest",
+        ),
+        (COST, "--cutoff 8192", "median is 14000, but must be at most 8,192, the longest response"),
+        (COST, "--responses 10001", "responses is 10001, but must be at most 10,000, because each"),
         (COST, "--median nan", "median is nan, but must be a finite number"),
         (COST, "--responses 0", "responses is 0, but must be greater than or equal to 1"),
         (COST, "--cutoff 0", "cutoff is 0, but must be greater than or equal to 1"),

@@ -46,7 +46,7 @@ TASK = ["--task", "trace:lines=4"]
         ),
         (
             ["cost", *MODEL, "--schedule", "fixed:1", "--responses", "10000000000"],
-            "responses is 10000000000, but must be less",
+            "responses is 10000000000, but must be at most 10,000, because each of them is simulated",
         ),
         (
             ["calibrate", *MODEL, *TASK, "--out", "s.json", "--count", "19"],
