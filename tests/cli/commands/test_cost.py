@@ -1,12 +1,15 @@
 """Test what ``sparrow cost`` prints and refuses."""
 
 import json
+import re
+from pathlib import Path
 
 import pytest
 
 from sparrow.cli import main
 from tests.conftest import fails
 
+COST_PAGE = Path(__file__).parents[3] / "docs" / "cost.md"
 A3B = ["cost", "--model", "qwen3-30b-a3b", "--schedule", "qwen3-4b-0.86", "--gpu", "h100"]
 
 
@@ -43,3 +46,17 @@ def test_measurement_is_neither_a_model_nor_a_schedule(measurement, capsys):
     refused = fails(capsys, "cost", "--model", "qwen3-4b", "--schedule", measurement)
     assert f"{measurement} is a measurement from sparrow measure, not a schedule; pass" in refused
     assert "top_k" not in refused
+
+
+def test_documented_prediction_of_a_mixture_is_what_the_command_prints(capsys):
+    page = " ".join(COST_PAGE.read_text(encoding="utf-8").split())
+    command = re.search(r"sparrow (cost --model qwen3-30b-a3b [^`]*?) ```", page)[1]
+
+    def gains(options):
+        main(options.split())
+        return re.findall(r"([\d.]+)x on the rollout", capsys.readouterr().out)
+
+    lossy, lossless = gains(command)
+    assert f"the following command predicts {lossy}x and {lossless}x." in page
+    lossy, lossless = gains(re.sub(r"--max-batch \d+ ", "", command))
+    assert f"and the predictions {lossy}x and {lossless}x." in page
