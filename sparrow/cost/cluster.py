@@ -62,8 +62,8 @@ class Cluster:
     def __post_init__(self) -> None:
         if self.tensor_parallel < 1 or self.gpus < 1 or self.gpus % self.tensor_parallel:
             raise ConfigError(
-                f"{self.gpus} GPUs cannot be split into engines of {self.tensor_parallel} GPUs; choose "
-                "a tensor_parallel that divides the number of GPUs"
+                f"{self.gpus} GPUs cannot be split into engines of {self.tensor_parallel} GPUs; "
+                "choose a tensor_parallel that divides the number of GPUs"
             )
 
     @property

@@ -201,7 +201,7 @@ class Cost(Command):
         require(self, "draft_weights", supported or self.draft_weights == "auto", f"auto {reason}")
 
     def _check_context(self, shape: ModelShape) -> None:
-        """Check that the longest sequence fits in the model's context. Raises ConfigError if not."""
+        """Check that the longest sequence fits the model's context. Raises ConfigError if not."""
         longest = self.prompt + self.cutoff
         if shape.context is not None and longest > shape.context:
             raise ConfigError(
