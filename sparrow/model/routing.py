@@ -151,7 +151,8 @@ def full_precision() -> Iterator[None]:
     """Multiply float32 matrices in float32 inside the context, even if the program allows TF32 or
     bfloat16.
     """
-    backends = torch.backends.cuda.matmul, torch.backends.mkldnn.matmul
+    mkldnn: Any = torch.backends.mkldnn  # its type lacks the attribute
+    backends = torch.backends.cuda.matmul, mkldnn.matmul
     before = [backend.fp32_precision for backend in backends]
     try:
         for backend in backends:
