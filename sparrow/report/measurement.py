@@ -10,7 +10,8 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from sparrow.report import theme
-from sparrow.report.summary import bin_name
+from sparrow.report.summary import bin_name, describe_schedule
+from sparrow.schedule import SparsitySchedule
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -35,10 +36,20 @@ def draw_measurement(report: Mapping[str, Any], out: Path) -> Path:
     with matplotlib.rc_context(theme.MATPLOTLIB):
         figure = Figure(figsize=(8.6, 3.4), layout="constrained")
         tail, distribution = figure.subplots(1, 2)
+        if made_by := report.get("provenance"):  # older files lack it
+            figure.suptitle(_title(made_by), fontsize=9)
         _draw_tail(tail, report["bins"])
         _draw_distribution(distribution, report)
         figure.savefig(out, dpi=160, metadata={"Software": None})
     return out
+
+
+def _title(made_by: Mapping[str, Any]) -> str:
+    """Describe what was measured: the model, how it decoded, and the temperature."""
+    how = describe_schedule(SparsitySchedule.from_dict(made_by["schedule"]))
+    if made_by["mode"] == "lossless":
+        how = f"lossless with drafts by {how}"
+    return f"{made_by['model']}, {how}, temperature {made_by['temperature']:g}"
 
 
 def _draw_tail(axes: Axes, bins: list[Mapping[str, Any]]) -> None:

@@ -6,15 +6,18 @@ import re
 import shutil
 import subprocess
 import sys
+from datetime import date
 from pathlib import Path
 from typing import get_args
 
 import pytest
 from transformers import AutoTokenizer
 
+from sparrow import __version__
 from sparrow.cli.commands.demo import Demo
 from sparrow.cli.entry import COMMANDS, main
 from sparrow.cli.loading import parse_spec
+from sparrow.schedule import SparsitySchedule
 from tests.conftest import ROOT, fails
 
 COMMANDS_THAT_SAMPLE = ("train", "measure", "calibrate", "eval")
@@ -100,7 +103,24 @@ def test_measure_prints_and_saves_the_report(checkpoint, tmp_path, capsys):
             str(out),
         ]
     )
-    assert json.loads(out.read_text())["bins"][0]["upper_bound"] < 0.999
+    sparse = json.loads(out.read_text())
+    assert sparse["bins"][0]["upper_bound"] < 0.999
+    made_by = sparse["provenance"]
+    assert SparsitySchedule.from_dict(made_by.pop("schedule")) == SparsitySchedule.fixed(0)
+    assert made_by == {
+        "model": checkpoint,
+        "engine": "hf",
+        "precision": "fp32",
+        "prompts": str(prompts),
+        "mode": "lossy",
+        "temperature": 1.0,
+        "max_new_tokens": 120,
+        "seed": 0,
+        "tau": 0.86,
+        "relative_tau": None,
+        "date": date.today().isoformat(),
+        "version": __version__,
+    }
 
 
 @pytest.fixture

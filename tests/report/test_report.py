@@ -26,6 +26,7 @@ from sparrow.mismatch.tail import between
 from sparrow.report import (
     RunLog,
     curves,
+    draw_measurement,
     figures,
     page,
     responses,
@@ -482,6 +483,44 @@ def test_measurement_can_be_plotted_from_its_file(tmp_path, monkeypatch, capsys)
         ("mean", [first.mean, second.mean]),
         ("p5, 95 % interval", [first.lower_bound, second.lower_bound]),
     ]
+
+
+def measurement(**more) -> dict:
+    """Return a report on two bins, as ``sparrow measure`` would write it."""
+    acceptance = np.linspace(0.5, 1, 80)
+    position, sequence = np.arange(80), np.arange(80) % 4
+    return (
+        mismatch_report(acceptance, acceptance, position, sequence, bin_tokens=40).to_dict() | more
+    )
+
+
+@pytest.fixture
+def draw(monkeypatch, tmp_path):
+    """Return a function that draws a measurement and returns the figure."""
+    saved: list[Figure] = []
+    monkeypatch.setattr(Figure, "savefig", lambda figure, *args, **how: saved.append(figure))
+
+    def drawn_figure(report: dict) -> Figure:
+        draw_measurement(report, tmp_path / "tail.png")
+        return saved.pop()
+
+    return drawn_figure
+
+
+@pytest.mark.parametrize(
+    ("mode", "how"),
+    [
+        ("lossy", "top 8 + 3 pages of 16 tokens, dense in layers 0, 1"),
+        ("lossless", "lossless with drafts by top 8 + 3 pages of 16 tokens, dense in layers 0, 1"),
+    ],
+)
+def test_title_of_a_measurement_names_the_model_and_how_it_decoded(mode, how, draw):
+    schedule = SparsitySchedule.fixed(8).to_dict()
+    made_by = {"model": "m", "mode": mode, "schedule": schedule, "temperature": 0.7}
+    measured = measurement(provenance=made_by)
+    assert draw(measured).get_suptitle() == f"m, {how}, temperature 0.7"
+    del measured["provenance"]  # as in older files
+    assert draw(measured).get_suptitle() == ""
 
 
 def test_bins_and_schedules_have_readable_names():

@@ -92,10 +92,9 @@ class Calibrate(WithLists):
                 "engine": self.engine,
                 "precision": self.precision,
             }
-            prompts_of = self.prompts or self.task or " ".join(self.dataset)
             source: dict[str, Any] = {
                 "model": self.model,
-                "prompts": prompts_of,
+                "prompts": self.source_of_prompts,
                 "temperature": self.temperature,
             }
             sampling = Sampling(

@@ -4,15 +4,20 @@ from __future__ import annotations
 
 import json
 from dataclasses import dataclass, replace
+from datetime import date
 from math import isinf
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from sparrow import files
+from sparrow import __version__, files
 from sparrow.cli.commands.sampled import WithLists
 from sparrow.decoding_options import DecodingOptions
 from sparrow.errors import ConfigError
 from sparrow.settings import Name, Probability, choose
+
+if TYPE_CHECKING:
+    from sparrow.decoding import Decoding
+    from sparrow.rollout import Sampling
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -75,6 +80,7 @@ class Measure(DecodingOptions, WithLists):
         with self.load_sampler(decoding) as (engine, scorer, prompts):
             if decoding.has_default_schedule:
                 schedule = engine.schedule  # a server's own
+                decoding = decoding.with_schedule(schedule)
             note(f"sampling and scoring {len(prompts)} responses")
             while longer:
                 sampling = longer
@@ -93,6 +99,7 @@ class Measure(DecodingOptions, WithLists):
                         "max": float(found.off_policy.max()),
                     },
                     **({"drafts": drafts} if drafts else {}),
+                    "provenance": self._provenance(decoding, sampling),
                 }
                 sparse = [b for b in mismatch.bins if b.end > dense_up_to]
                 if sparse:
@@ -116,6 +123,25 @@ class Measure(DecodingOptions, WithLists):
             sparse
         ):
             print(open_question)
+
+    def _provenance(self, decoding: Decoding, sampling: Sampling) -> dict[str, Any]:
+        settings = decoding.to_dict() if decoding.is_lossless else {"mode": decoding.mode}
+        settings.pop("draft_schedule", None)  # it is ``schedule``
+        return {
+            "model": self.model,
+            "engine": self.engine,
+            "precision": self.precision,
+            "prompts": self.source_of_prompts,
+            **settings,
+            "schedule": {**decoding.schedule.to_dict(), "provenance": None},
+            "temperature": sampling.temperature,
+            "max_new_tokens": sampling.max_new_tokens,
+            "seed": sampling.seed,
+            "tau": self.tau,
+            "relative_tau": self.relative_tau,
+            "date": date.today().isoformat(),
+            "version": __version__,
+        }
 
     def _write(self, report: dict[str, Any]) -> None:
         from sparrow.cli.terminal import note

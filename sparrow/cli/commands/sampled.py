@@ -72,6 +72,11 @@ class FromPrompts(Sampled):
                 f"from {self.prompts} are sent unchanged"
             )
 
+    @property
+    def source_of_prompts(self) -> str:
+        """The file, task or datasets that the prompts come from."""
+        return self.prompts or self.task or " ".join(self.dataset)
+
     def load_prompts(
         self,
     ) -> tuple[PreTrainedModel, PreTrainedTokenizerBase, list[list[int]]]:
