@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from sparrow.mismatch import Tau
 from sparrow.report import theme
 from sparrow.report.summary import bin_name, describe_schedule
 from sparrow.schedule import SparsitySchedule
@@ -38,8 +39,9 @@ def draw_measurement(report: Mapping[str, Any], out: Path) -> Path:
         tail, distribution = figure.subplots(1, 2)
         if made_by := report.get("provenance"):  # older files lack it
             figure.suptitle(_title(made_by), fontsize=9)
-        _draw_tail(tail, report["bins"])
+        _draw_tail(tail, report)
         _draw_distribution(distribution, report)
+        figure.legend(loc="outside lower left", ncols=4)
         figure.savefig(out, dpi=160, metadata={"Software": None})
     return out
 
@@ -52,10 +54,11 @@ def _title(made_by: Mapping[str, Any]) -> str:
     return f"{made_by['model']}, {how}, temperature {made_by['temperature']:g}"
 
 
-def _draw_tail(axes: Axes, bins: list[Mapping[str, Any]]) -> None:
-    """Draw each length bin's mean, p5 with its interval, and ceiling. Unknown values (None) are
-    skipped.
+def _draw_tail(axes: Axes, report: Mapping[str, Any]) -> None:
+    """Draw each length bin's mean, p5 with its interval, ceiling and tau. Unknown values (None) are
+    skipped, and so is tau if all samples follow the dense policy.
     """
+    bins = report["bins"]
     rows = np.array(
         [
             [
@@ -71,7 +74,19 @@ def _draw_tail(axes: Axes, bins: list[Mapping[str, Any]]) -> None:
     )
     mean, p5, low, high, ceiling = rows.T
     place = np.arange(len(bins))
-    axes.hlines(ceiling, place - 0.2, place + 0.2, color=theme.MUTED, label="p5 of dense rollouts")
+    axes.hlines(ceiling, place - 0.2, place + 0.2, color=theme.MUTED, label="ceiling")
+    if report.get("dense_up_to", 0) is not None:
+        tau = _tau(report)
+        levels = [tau.level(c) for c in ceiling]
+        axes.hlines(
+            levels,
+            place - 0.5,
+            place + 0.5,
+            color=theme.INK,
+            linewidth=1,
+            linestyle=(0, (4, 3)),
+            label=str(tau),
+        )
     axes.plot(place, mean, marker="s", color=theme.SERIES[2], label="mean")
     axes.vlines(place, low, high, color=theme.SERIES[0], linewidth=4, alpha=0.4)
     axes.plot(place, p5, marker="o", color=theme.SERIES[0], label="p5, 95 % interval")
@@ -79,7 +94,13 @@ def _draw_tail(axes: Axes, bins: list[Mapping[str, Any]]) -> None:
     axes.set_xlim(-0.6, len(bins) - 0.4)
     axes.set_xlabel("tokens in the sequence")
     axes.set_ylabel("acceptance rate")
-    axes.legend(loc="lower left", bbox_to_anchor=(0, 1), ncols=3, columnspacing=1)
+    axes.set_title("by length", fontsize=9)
+
+
+def _tau(report: Mapping[str, Any]) -> Tau:
+    """Return the target of the measurement; older files, which lack it, get the published one."""
+    made_by = report.get("provenance", {"tau": 0.86, "relative_tau": None})
+    return Tau.chosen(made_by["tau"], made_by["relative_tau"])
 
 
 def _draw_distribution(axes: Axes, report: Mapping[str, Any]) -> None:
@@ -88,4 +109,7 @@ def _draw_distribution(axes: Axes, report: Mapping[str, Any]) -> None:
     axes.set_yscale("log")
     axes.set_xlabel("acceptance rate")
     axes.set_ylabel("share of tokens")
-    axes.set_title(f"{report['n_tokens']:,} tokens, {report['n_sequences']} responses", fontsize=9)
+    axes.set_title(
+        f"all lengths, {report['n_tokens']:,} tokens, {report['n_sequences']} responses",
+        fontsize=9,
+    )

@@ -21,7 +21,7 @@ from matplotlib.figure import Figure
 
 from sparrow.cli import main
 from sparrow.errors import ConfigError
-from sparrow.mismatch import BinMismatch, mismatch_report
+from sparrow.mismatch import BinMismatch, Tau, mismatch_report
 from sparrow.mismatch.tail import between
 from sparrow.report import (
     RunLog,
@@ -516,11 +516,58 @@ def draw(monkeypatch, tmp_path):
 )
 def test_title_of_a_measurement_names_the_model_and_how_it_decoded(mode, how, draw):
     schedule = SparsitySchedule.fixed(8).to_dict()
-    made_by = {"model": "m", "mode": mode, "schedule": schedule, "temperature": 0.7}
+    made_by = {
+        "model": "m",
+        "mode": mode,
+        "schedule": schedule,
+        "temperature": 0.7,
+        "tau": 0.86,
+        "relative_tau": None,
+    }
     measured = measurement(provenance=made_by)
     assert draw(measured).get_suptitle() == f"m, {how}, temperature 0.7"
     del measured["provenance"]  # as in older files
     assert draw(measured).get_suptitle() == ""
+
+
+def levels(figure: Figure) -> dict[str, list[float]]:
+    """Return the heights of the horizontal lines in the left panel, by label."""
+    lines = [x for x in figure.axes[0].collections if isinstance(x, LineCollection)]
+    return {
+        x.get_label(): [segment[0][1] for segment in x.get_segments()]
+        for x in lines
+        if not x.get_label().startswith("_")
+    }
+
+
+def test_plot_of_a_measurement_shows_tau_and_the_ceiling(draw):
+    measured = measurement(dense_up_to=0)
+    for b, ceiling in zip(measured["bins"], (0.95, 0.9), strict=True):
+        b["ceiling"] = ceiling
+    figure = draw(measured)
+    assert levels(figure) == {"ceiling": [0.95, 0.9], "tau 0.86": [0.86, 0.86]}
+    assert [text.get_text() for text in figure.legends[0].get_texts()] == [
+        "ceiling",
+        "tau 0.86",
+        "mean",
+        "p5, 95 % interval",
+    ]
+    assert [ax.get_title() for ax in figure.axes] == [
+        "by length",
+        "all lengths, 80 tokens, 4 responses",
+    ]
+    schedule = SparsitySchedule.fixed(8).to_dict()
+    made_by = {"model": "m", "mode": "lossy", "schedule": schedule, "temperature": 1.0}
+    for target, label, heights in (
+        ({"tau": 0.9, "relative_tau": None}, "tau 0.9", [0.9, 0.9]),
+        (
+            {"tau": None, "relative_tau": 0.9},
+            "relative tau 0.9",
+            [Tau(0.9, relative=True).level(c) for c in (0.95, 0.9)],
+        ),
+    ):
+        assert levels(draw(measured | {"provenance": made_by | target}))[label] == heights
+    assert list(levels(draw(measured | {"dense_up_to": None}))) == ["ceiling"]
 
 
 def test_bins_and_schedules_have_readable_names():
