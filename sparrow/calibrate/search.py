@@ -16,11 +16,16 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from sparrow.errors import ConfigError
-from sparrow.mismatch import PercentileInterval, percentile_by_bin_interval, plain, relative_span
+from sparrow.mismatch import (
+    MIN_SEQUENCES,
+    PercentileInterval,
+    percentile_by_bin_interval,
+    plain,
+    relative_span,
+)
 from sparrow.schedule import ALL_PAGES, SparsitySchedule
 
 PERCENTILE = 5
-MIN_SEQUENCES = 20  # with fewer sequences, p5 has no confidence interval
 # If two budgets are further apart than this factor, measure one in between before interpolating p5.
 WIDE = 1.5
 STEP = 4 / 3  # first factor to try on a budget that is too small or needlessly large

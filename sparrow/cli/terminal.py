@@ -158,6 +158,7 @@ def print_mismatch(report: MismatchReport, tau: Tau, top_n: int, dense_up_to: fl
     """Print the results of ``sparrow measure`` for a sparse actor that reads everything up to
     length ``dense_up_to``.
     """
+    from sparrow.mismatch import few_sequences
 
     def row(b: BinMismatch) -> tuple[str, ...]:
         counts = (f"{b.start}-{b.end}", str(b.n_tokens), str(b.n_sequences))
@@ -178,6 +179,8 @@ def print_mismatch(report: MismatchReport, tau: Tau, top_n: int, dense_up_to: fl
         list(map(row, report.bins)),
     )
     print("the mean refers to the lower bound")
+    if few := few_sequences(b.n_sequences for b in report.bins if b.end > dense_up_to):
+        print(few)
 
 
 def print_own_samples(report: MismatchReport, off_policy_T: np.ndarray) -> None:

@@ -4,11 +4,13 @@ acceptance, the tail of acceptance at each length, confidence intervals, and a r
 
 from sparrow.mismatch.acceptance import AcceptanceBounds, acceptance, acceptance_bounds
 from sparrow.mismatch.bootstrap import (
+    MIN_SEQUENCES,
     BinMismatch,
     Histogram,
     Interval,
     MismatchReport,
     PercentileInterval,
+    few_sequences,
     mismatch_report,
     percentile_by_bin_interval,
     plain,

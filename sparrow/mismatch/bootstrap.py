@@ -13,7 +13,7 @@ as its sequence was drawn.
 Shapes: T tokens, B sequences, R resamples.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import asdict, dataclass
 from functools import partial
 from math import ceil, isnan, isqrt, nan
@@ -31,6 +31,9 @@ from sparrow.mismatch.tail import (
     check_percentile,
     split_by_bin,
 )
+
+MIN_SEQUENCES = 20
+"""With fewer sequences, intervals are too narrow."""
 
 Statistic = Callable[[FloatArray, IntArray, FloatArray], FloatArray]
 """Computes a statistic for each resample, [R]. The arguments are the tokens' values [T], their
@@ -147,6 +150,20 @@ class MismatchReport:
         return {name: plain(value) for name, value in asdict(self).items()}
 
 
+def few_sequences(counts: Iterable[int]) -> str | None:
+    """Return a warning if a bin is too small for its interval, given each bin's number of
+    sequences. Return None if all bins are large enough.
+    """
+    least = min(counts, default=MIN_SEQUENCES)
+    if least >= MIN_SEQUENCES:
+        return None
+    responses = "response" if least == 1 else "responses"
+    return (
+        f"the smallest bin has {least} {responses}; "
+        f"intervals from fewer than {MIN_SEQUENCES} are too narrow"
+    )
+
+
 def weighted_mean(values: FloatArray, sequence: IntArray, weights_RB: FloatArray) -> FloatArray:
     """Compute the mean of each resample's tokens, float64 [R]. This function is a Statistic."""
     n_sequences = weights_RB.shape[1]
@@ -229,8 +246,8 @@ def sequence_bootstrap(
     of each token. T must be at least 1.
 
     Whole sequences are resampled with replacement. The interval is the middle 95 % of the resampled
-    statistics (percentile bootstrap). With fewer than about 20 sequences, the interval is too
-    narrow.
+    statistics (percentile bootstrap). With fewer than about ``MIN_SEQUENCES`` sequences, the
+    interval is too narrow.
 
     Raises ValueError if the shapes differ, or there are no tokens.
     """

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from sparrow.mismatch import Tau
+from sparrow.mismatch import Tau, few_sequences
 from sparrow.report import theme
 from sparrow.report.summary import bin_name, describe_schedule
 from sparrow.schedule import SparsitySchedule
@@ -41,7 +41,13 @@ def draw_measurement(report: Mapping[str, Any], out: Path) -> Path:
             figure.suptitle(_title(made_by), fontsize=9)
         _draw_tail(tail, report)
         _draw_distribution(distribution, report)
-        figure.legend(loc="outside lower left", ncols=4)
+        figure.legend(
+            loc="outside lower left",
+            ncols=4,
+            title=few_sequences(b["n_sequences"] for b in report["bins"]),
+            title_fontsize=8,
+            alignment="left",
+        )
         figure.savefig(out, dpi=160, metadata={"Software": None})
     return out
 

@@ -87,7 +87,9 @@ def test_measure_prints_and_saves_the_report(checkpoint, tmp_path, capsys):
     )
     # Dense samples follow the policy by definition. Top lists cannot prove this, so the report
     # gives no verdict at all.
-    assert not any(word in printed for word in ("sparse actor", "tau", "ceiling", "undecided"))
+    assert not any(
+        word in printed for word in ("sparse actor", "tau", "ceiling", "undecided", "narrow")
+    )
     dense = json.loads(out.read_text())
     assert dense["n_sequences"] == 6 and dense["mean"] > 0.8
     assert dense["bins"][0]["upper_bound"] == pytest.approx(1, abs=1e-5)
@@ -103,6 +105,8 @@ def test_measure_prints_and_saves_the_report(checkpoint, tmp_path, capsys):
             str(out),
         ]
     )
+    few = "the smallest bin has 6 responses; intervals from fewer than 20 are too narrow"
+    assert few in capsys.readouterr().out
     sparse = json.loads(out.read_text())
     assert sparse["bins"][0]["upper_bound"] < 0.999
     made_by = sparse["provenance"]

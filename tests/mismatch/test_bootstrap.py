@@ -16,6 +16,7 @@ from hypothesis import strategies as st
 from scipy import stats
 
 from sparrow.mismatch import (
+    few_sequences,
     mismatch_report,
     percentile_by_bin_interval,
     sequence_bootstrap,
@@ -297,3 +298,11 @@ def test_report_can_be_converted_to_strict_json():
 def test_mismatch_report_rejects_invalid_input(lower, upper, message):
     with pytest.raises(ValueError, match=message):
         mismatch_report(lower, upper, np.zeros(len(lower), int), np.zeros(len(lower), int))
+
+
+def test_bins_too_small_for_their_intervals_are_reported():
+    said = "the smallest bin has {}; intervals from fewer than 20 are too narrow"
+    assert few_sequences([30, 3, 19]) == said.format("3 responses")
+    assert few_sequences([1]) == said.format("1 response")
+    assert few_sequences([20, 30]) is None
+    assert few_sequences([]) is None

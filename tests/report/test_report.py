@@ -552,6 +552,9 @@ def test_plot_of_a_measurement_shows_tau_and_the_ceiling(draw):
         "mean",
         "p5, 95 % interval",
     ]
+    assert figure.legends[0].get_title().get_text() == (
+        "the smallest bin has 4 responses; intervals from fewer than 20 are too narrow"
+    )
     assert [ax.get_title() for ax in figure.axes] == [
         "by length",
         "all lengths, 80 tokens, 4 responses",
