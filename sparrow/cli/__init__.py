@@ -4,6 +4,7 @@ it.
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
@@ -16,6 +17,9 @@ if not TYPE_CHECKING:
 # The submodule is called ``entry`` because one called ``main`` would shadow this function.
 def main(argv: Sequence[str] | None = None) -> None:
     """Entry point of ``sparrow``; see ``sparrow.cli.entry.main``."""
-    from sparrow.cli import entry
-
+    try:
+        from sparrow.cli import entry
+    except KeyboardInterrupt:  # the imports take up to a second
+        print("sparrow: interrupted", file=sys.stderr)
+        sys.exit(130)
     entry.main(argv)

@@ -549,6 +549,19 @@ def test_help_is_fast_and_imports_no_heavy_packages():
     assert "--rollout.temperature" in done.stdout and float(done.stderr) < 5
 
 
+def test_interrupt_during_imports_prints_no_traceback():
+    code = (
+        "import sys\n"
+        "class Interrupt:\n"
+        "    def find_spec(self, name, *_):\n"
+        "        if name == 'tyro': raise KeyboardInterrupt\n"
+        "sys.meta_path.insert(0, Interrupt())\n"
+        "from sparrow.cli import main\nmain(['--help'])"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert done.returncode == 130 and done.stderr == "sparrow: interrupted\n"
+
+
 @pytest.mark.parametrize("command", ["train", "measure", "calibrate", "eval"])
 def test_missing_model_is_reported_in_one_sentence(command, capsys):
     assert fails(capsys, command, "--seed", "1") == (
