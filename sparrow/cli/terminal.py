@@ -175,7 +175,15 @@ def print_mismatch(report: MismatchReport, tau: Tau, top_n: int, dense_up_to: fl
     _print_columns(
         f"acceptance rate of the sparse actor, {report.n_sequences} responses, {report.n_tokens} "
         f"tokens, bounded by lists of {top_n} tokens",
-        ("length", "tokens", "responses", "mean", "p5 between", "95 % interval", str(tau)),
+        (
+            "length",
+            "tokens",
+            "responses",
+            "mean",
+            "p5 between",
+            "95 % interval of p5",
+            str(tau),
+        ),
         list(map(row, report.bins)),
     )
     print("the mean refers to the lower bound")
@@ -223,7 +231,14 @@ def _print_ceiling(bins: Iterable[tuple[int, int, Span, Span]]) -> None:
     def columns(span: Span) -> tuple[str, str]:
         return f"{span[0]:.3f}", f"{span[1]:.3f}-{span[2]:.3f}"
 
-    headings = ("length", "p5", "ceiling", "95 % interval", "relative p5", "95 % interval")
+    headings = (
+        "length",
+        "p5",
+        "ceiling",
+        "95 % interval of ceiling",
+        "relative p5",
+        "95 % interval of relative p5",
+    )
     rows = [
         (f"{start}-{end}", f"{p5[0]:.3f}", *columns(ceiling), *columns(relative_span(p5, ceiling)))
         for start, end, p5, ceiling in bins
@@ -293,7 +308,7 @@ def print_calibration(calibration: Calibration, target: Tau, out: Path) -> None:
     """Print the results of ``sparrow calibrate``."""
     _print_columns(
         f"cheapest schedule with {target.statistic} >= {target.value:g}",
-        ("length", "top-k pages", "p5", "95 % interval", "tokens", "responses", ""),
+        ("length", "top-k pages", "p5", "95 % interval of p5", "tokens", "responses", ""),
         [
             (
                 f"{b.start}-{b.end}",

@@ -64,7 +64,8 @@ def test_run_configured_by_toml_and_overrides_can_be_reported_and_resumed(
     assert page.exists() and "<html" in page.read_text()
 
 
-def test_measure_prints_and_saves_the_report(checkpoint, tmp_path, capsys):
+def test_measure_prints_and_saves_the_report(checkpoint, tmp_path, capsys, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "120")  # wide enough not to wrap headings
     prompts = tmp_path / "prompts.jsonl"
     prompts.write_text('{"prompt": " ba = 7\\n ku = 5\\n"}\n{"prompt": " ba = 3\\n"}\n')
     out = tmp_path / "report.json"
@@ -106,7 +107,13 @@ def test_measure_prints_and_saves_the_report(checkpoint, tmp_path, capsys):
         ]
     )
     few = "the smallest bin has 6 responses; intervals from fewer than 20 are too narrow"
-    assert few in capsys.readouterr().out
+    printed = capsys.readouterr()
+    assert few in printed.out
+    *_, early, _, late = printed.err.splitlines()
+    assert early == f"wrote {out}; the ceiling is still to come" and late == f"wrote {out}"
+    tables = " ".join(printed.out.split())
+    for interval in ("p5", "ceiling", "relative p5"):
+        assert f"95 % interval of {interval}" in tables
     sparse = json.loads(out.read_text())
     assert sparse["bins"][0]["upper_bound"] < 0.999
     made_by = sparse["provenance"]
@@ -198,7 +205,8 @@ def test_sparse_samples_are_saved_before_the_ceiling_is_measured(
     with pytest.raises(SystemExit) as stopped:
         main(["measure", *arguments, "--out", str(out)])
     printed = capsys.readouterr()
-    assert stopped.value.code == 130 and f"wrote {out}" in printed.err
+    assert stopped.value.code == 130
+    assert f"wrote {out}; the ceiling is still to come\n" in printed.err
     assert "p5 between" in " ".join(printed.out.split())
     kept = json.loads(out.read_text())
     assert kept["n_sequences"] == 4 and kept["bins"][0]["ceiling"] is None

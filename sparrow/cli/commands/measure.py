@@ -111,7 +111,9 @@ class Measure(DecodingOptions, WithLists):
                     print(f"tokens decoded with every page: {counters.dense_fraction:.1%}")
                 if drafts:
                     print_drafts(drafts)
-                self._write(mismatch.to_dict() | extra)
+                self._write(
+                    mismatch.to_dict() | extra, "; the ceiling is still to come" if sparse else ""
+                )
                 longer = None if self.top_n else lengthened(sampling, sparse, tau.value)
             if sparse:
                 note("sampling densely to measure the ceiling of p5")
@@ -143,9 +145,9 @@ class Measure(DecodingOptions, WithLists):
             "version": __version__,
         }
 
-    def _write(self, report: dict[str, Any]) -> None:
+    def _write(self, report: dict[str, Any], to_come: str = "") -> None:
         from sparrow.cli.terminal import note
 
         if self.out:
             files.write_text(Path(self.out), json.dumps(report, indent=1))
-            note(f"wrote {self.out}")
+            note(f"wrote {self.out}{to_come}")
