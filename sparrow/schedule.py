@@ -311,6 +311,10 @@ class SparsitySchedule:
                 raise ConfigError(
                     f"cannot read the schedule file {text}: {reason}; check the path"
                 ) from error
+            if text.startswith("fixed:"):
+                raise ConfigError(
+                    f"no schedule {text!r}: PAGES must be an integer in 0..{ALL_PAGES}"
+                ) from error
             known = ", ".join(sorted(_published()["top_k"]))
             expected = f"expected 'dense', 'fixed:PAGES', a JSON file, or one of {known}"
             raise ConfigError(f"no schedule {text!r}: {expected}") from error
@@ -334,10 +338,14 @@ class SparsitySchedule:
         """
         known = {f.name for f in fields(cls)}
         unknown = sorted(set(plain) - known, key=str)
-        if unknown or "top_k" not in plain:
+        if unknown:
             raise ConfigError(
                 f"a schedule has the fields {sorted(known)}, of which top_k is required; "
                 f"got unknown fields {unknown}"
+            )
+        if "top_k" not in plain:
+            raise ConfigError(
+                "a schedule needs the field top_k, the number of pages to keep in each length bin"
             )
         top_k = plain["top_k"]
         if isinstance(top_k, list | tuple):
