@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from sparrow.errors import ConfigError
 from sparrow.mismatch import Tau, few_sequences
 from sparrow.report import theme
 from sparrow.report.summary import bin_name, describe_schedule
@@ -19,14 +20,22 @@ if TYPE_CHECKING:
 
 
 def read_measurement(path: Path) -> dict[str, Any] | None:
-    """Read a report from ``sparrow measure --out``. Return None if the file is not one."""
+    """Read a report from ``sparrow measure --out``. Return None if the file is a schedule.
+
+    Raises ConfigError if the file is neither.
+    """
     try:
         report = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError):
-        return None
+    except (ValueError, RecursionError):
+        report = None
     if isinstance(report, dict) and {"bins", "histogram"} <= report.keys():
         return report
-    return None
+    if isinstance(report, dict) and "top_k" in report:
+        return None
+    raise ConfigError(
+        f"{path} is neither a schedule nor a measurement; pass a run directory, or a file from "
+        "sparrow calibrate or sparrow measure"
+    )
 
 
 def draw_measurement(report: Mapping[str, Any], out: Path) -> Path:

@@ -83,6 +83,16 @@ def test_unusable_setting_is_refused_before_anything_is_loaded(
     assert not list(tmp_path.iterdir())
 
 
+@pytest.mark.parametrize("content", [b"", b'{"bins": ', b"{}", b"[1]", b"\xff"])
+def test_report_on_another_file_names_the_files_that_it_reads(content, capsys, tmp_path):
+    file = tmp_path / "file.json"
+    file.write_bytes(content)
+    assert fails(capsys, "report", str(file)) == (
+        f"sparrow: {file} is neither a schedule nor a measurement; pass a run directory, or a file "
+        "from sparrow calibrate or sparrow measure"
+    )
+
+
 def test_second_demo_in_the_same_directory_is_refused(capsys, tmp_path):
     (tmp_path / "metrics.jsonl").write_text("{}\n")
     refused = fails(capsys, "demo", "--run-dir", str(tmp_path))
