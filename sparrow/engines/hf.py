@@ -17,6 +17,7 @@ from typing import Any, Literal
 
 import numpy as np
 import torch
+from huggingface_hub import logging as hub_logging
 from numpy.typing import NDArray
 from torch import Tensor
 from transformers import (
@@ -62,6 +63,10 @@ ONLY_IN_VLLM = {
     "meter_schedule": "only the acceptance of the draft schedule is measured",
 }
 """Settings that this engine does not support, and what it does instead."""
+
+
+CONFIGS = ("config.json", "adapter_config.json")
+"""A folder that transformers can load has one of these files."""
 
 
 class HFEngine(Engine, Scorer, Ranker):
@@ -495,7 +500,8 @@ def load_model(
     # The declared return type is missing the second value.
     load: Any = AutoModelForCausalLM.from_pretrained
     try:
-        tokenizer = AutoTokenizer.from_pretrained(path)
+        with _quiet_hub():  # the first to look up the name
+            tokenizer = AutoTokenizer.from_pretrained(path)
         model, loading_info = load(
             path,
             dtype=dtype,
@@ -537,7 +543,8 @@ def load_shape(name: str) -> PreTrainedModel:
     Raises ConfigError if there is no such model, or if the hub cannot be reached.
     """
     try:
-        config = AutoConfig.from_pretrained(_find(name, "the config of"))
+        with _quiet_hub():
+            config = AutoConfig.from_pretrained(_find(name, "the config of"))
         with torch.device("meta"):
             return AutoModelForCausalLM.from_config(config)
     except (OSError, ValueError) as error:
@@ -551,9 +558,17 @@ def _find(name: str, what: str) -> str:
     """Check that ``name`` is a local path or could be a hub name. The check doesn't contact the
     hub, because failed requests take minutes to time out.
 
-    Raises ConfigError if ``name`` can only be a path and no such path exists.
+    Raises ConfigError if ``name`` can only be a path and no such path exists, or if it is a folder
+    without a model's config.
     """
     if os.path.exists(name):
+        if os.path.isdir(name) and not any(
+            os.path.isfile(os.path.join(name, config)) for config in CONFIGS
+        ):
+            raise ConfigError(
+                f"cannot load {what} {name!r}: the folder has no {CONFIGS[0]}; pass the path of a "
+                "complete checkpoint folder, or a hub name"
+            )
         return name
     first, _, rest = name.partition("/")
     if (
@@ -568,6 +583,19 @@ def _find(name: str, what: str) -> str:
     return name
 
 
+@contextlib.contextmanager
+def _quiet_hub() -> Iterator[None]:
+    """Context in which the hub's client does not log its retries. If it gives up, it raises an
+    error.
+    """
+    before = hub_logging.get_verbosity()
+    hub_logging.set_verbosity_error()
+    try:
+        yield
+    finally:
+        hub_logging.set_verbosity(before)
+
+
 def _reason(error: Exception) -> str:
     lines = str(error).strip().splitlines()
     kind = "" if isinstance(error, OSError | ValueError) else f"{type(error).__name__}: "
@@ -580,7 +608,8 @@ def load_config(name: str) -> dict[str, Any]:
     Raises ConfigError if there is no such model, or if the hub cannot be reached.
     """
     try:
-        return AutoConfig.from_pretrained(_find(name, "the config of")).to_dict()
+        with _quiet_hub():
+            return AutoConfig.from_pretrained(_find(name, "the config of")).to_dict()
     except (OSError, ValueError) as error:
         raise ConfigError(
             f"cannot load the config of {name!r} ({_reason(error)}); pass the path of its "

@@ -4,6 +4,7 @@ reported in one sentence. If possible, they must be reported before any work sta
 
 import errno
 import json
+import logging
 import os
 import re
 import shutil
@@ -12,6 +13,7 @@ import uuid
 from pathlib import Path
 
 import pytest
+from huggingface_hub import logging as hub_logging
 from safetensors.torch import load_file, save_file
 
 from sparrow.cli.entry import main, parse
@@ -274,6 +276,26 @@ def test_mistyped_path_is_not_looked_up_on_the_hub(name, capsys, monkeypatch):
     assert refused.startswith(
         ("sparrow: cannot load the config of", "sparrow: there is no model config at")
     )
+
+
+def test_folder_without_a_config_is_reported(tmp_path, capsys):
+    assert fails(capsys, *MEASURE, "--model", str(tmp_path)).startswith(
+        f"sparrow: cannot load model '{tmp_path}': the folder has no config.json; pass the path"
+    )
+
+
+def test_retries_of_the_hub_are_not_logged(capsys, monkeypatch):
+    logger = hub_logging.get_logger("huggingface_hub.utils")
+    logged = []
+
+    def unreachable(name):
+        logged.append(logger.isEnabledFor(logging.WARNING))
+        raise OSError("no connection")
+
+    monkeypatch.setattr("transformers.AutoTokenizer.from_pretrained", unreachable)
+    refused = fails(capsys, *MEASURE, "--model", "nope")
+    assert refused.startswith("sparrow: cannot load model 'nope' (no connection)")
+    assert logged == [False] and logger.isEnabledFor(logging.WARNING)
 
 
 def test_measure_runs_in_bf16_on_a_cpu(checkpoint, tmp_path, capsys):
