@@ -36,7 +36,8 @@ def check_folder(path: str | Path) -> Path:
                 f"{path} is a file, expected a folder to write to; choose another path"
             )
         path.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryFile(dir=path) as file:
+        # Where the file has a name, make it hidden, since it does not belong in the folder.
+        with tempfile.TemporaryFile(dir=path, prefix=".") as file:
             file.write(bytes(ROOM))
     return path
 

@@ -192,6 +192,20 @@ class RunDir:
                 f"{self.path} has no checkpoint to resume from; start the run without --resume"
             )
 
+    def check_files(self) -> None:
+        """Check that the directory contains nothing but a run, or an attempt at one. Hidden files
+        don't count.
+
+        Raises ConfigError if it contains other files and no run.
+        """
+        is_run = self._resume or any((self.path / name).exists() for name in (METRICS, LOCK))
+        if is_run or not self.path.is_dir():
+            return
+        if any(not file.name.startswith(".") for file in self.path.iterdir()):
+            raise ConfigError(
+                f"{self.path} contains files, but no run; choose another run_dir, or empty the folder"
+            )
+
     def lock(self) -> None:
         """Keep other runs out of the directory until ``release`` is called or this process ends,
         even if it is killed.

@@ -85,7 +85,7 @@ def dry_run(command: TrainOptions) -> None:
     with noting():
         check_trackers(command.trackers)
     with noting():
-        RunDir(command.run_dir, command.resume)
+        RunDir(command.run_dir, command.resume).check_files()
     with noting():
         shape = find_shape(model_path(command.model))
         rows.append(

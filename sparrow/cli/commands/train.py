@@ -56,7 +56,7 @@ class Train(TrainOptions):
         files.check_folder(self.run_dir)
         # Check the run directory now, since the trainer would only report errors after the model
         # and engine are loaded.
-        RunDir(self.run_dir, self.resume)
+        RunDir(self.run_dir, self.resume).check_files()
         # Treat SIGTERM like Ctrl-C, so that the run is saved. Cluster schedulers send SIGTERM to
         # end a run, and launchers send it when another of their processes has died.
         signal.signal(signal.SIGTERM, signal.default_int_handler)

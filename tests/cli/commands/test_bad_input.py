@@ -175,6 +175,21 @@ def test_train_refuses_a_directory_that_already_contains_a_run(capsys, tmp_path,
     assert "already contains a run; resume it (--resume) or" in fails(capsys, *TRAIN, *there)
 
 
+@pytest.mark.parametrize("command", [TRAIN, ["demo"]])
+def test_train_refuses_a_directory_with_other_files(command, capsys, tmp_path, no_work):
+    start = [*command, "--run-dir", str(tmp_path)]
+    (tmp_path / ".gitkeep").touch()
+    with pytest.raises(AssertionError, match="a model was loaded"):
+        main(start)
+    (tmp_path / "config.json").touch()
+    assert fails(capsys, *start) == (
+        f"sparrow: {tmp_path} contains files, but no run; choose another run_dir, or empty the folder"
+    )
+    (tmp_path / "lock").touch()  # left by an attempt that ended before its first step
+    with pytest.raises(AssertionError, match="a model was loaded"):
+        main(start)
+
+
 def test_missing_output_folder_is_created(checkpoint, tmp_path, capsys):
     out = tmp_path / "not" / "there" / "report.json"
     main(
