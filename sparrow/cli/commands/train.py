@@ -36,6 +36,7 @@ class Train(TrainOptions):
         from accelerate import DistributedType, PartialState
 
         from sparrow.cli.loading import (
+            check_source,
             context_of,
             load_benchmarks,
             load_model,
@@ -49,6 +50,7 @@ class Train(TrainOptions):
         from sparrow.train.trackers import check_trackers
         from sparrow.train.trainer import Trainer
 
+        check_source(self.task, self.dataset)
         check_trackers(self.trackers)
         decoding = self.rollout.decoding(self.schedule)
         closed_loop = auto_start(self.schedule) is not None

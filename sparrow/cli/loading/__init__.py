@@ -12,6 +12,12 @@ from sparrow.cli.loading.models import (
     with_adapter,
 )
 from sparrow.cli.loading.objects import load_object
-from sparrow.cli.loading.problems import DatasetOptions, is_task, load_problems, load_task_spec
+from sparrow.cli.loading.problems import (
+    DatasetOptions,
+    check_source,
+    is_task,
+    load_problems,
+    load_task_spec,
+)
 from sparrow.cli.loading.prompts import draw_prompts, encode_prompts, prompt_room, read_prompts
 from sparrow.settings import parse_spec

@@ -58,14 +58,7 @@ def load_problems(
     Raises ConfigError if task and datasets are both given or both missing, a name or option is
     unknown, or rows cannot be used.
     """
-    if task is not None and datasets:
-        raise ConfigError(
-            f"--task {task} and --dataset {' '.join(datasets)} are mutually exclusive; pass one of them"
-        )
-    if task is None and not datasets:
-        raise ConfigError(
-            "there is nothing to train on; pass --task NAME, or --dataset NAME or FILE"
-        )
+    check_source(task, datasets)
     if task is not None:
         if reward is not None:
             raise ConfigError(
@@ -83,6 +76,18 @@ def load_problems(
     tasks = [task for task, _ in parts]
     weights = [weight for _, weight in parts]
     return tasks[0] if len(tasks) == 1 else Mixture(tasks, weights)
+
+
+def check_source(task: str | None, datasets: Sequence[str]) -> None:
+    """Check that either a task or datasets are given. Raises ConfigError if not."""
+    if task is not None and datasets:
+        raise ConfigError(
+            f"--task {task} and --dataset {' '.join(datasets)} are mutually exclusive; pass one of them"
+        )
+    if task is None and not datasets:
+        raise ConfigError(
+            "there is nothing to train on; pass --task NAME, or --dataset NAME or FILE"
+        )
 
 
 def is_task(spec: str) -> bool:

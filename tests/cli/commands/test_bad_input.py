@@ -175,6 +175,13 @@ def test_train_refuses_a_directory_that_already_contains_a_run(capsys, tmp_path,
     assert "already contains a run; resume it (--resume) or" in fails(capsys, *TRAIN, *there)
 
 
+def test_train_without_data_is_refused_before_any_work_starts(capsys, tmp_path, no_work):
+    run = tmp_path / "run"
+    refused = fails(capsys, "train", *MODEL, "--run-dir", str(run))
+    assert "there is nothing to train on; pass --task NAME" in refused
+    assert not run.exists()
+
+
 @pytest.mark.parametrize("command", [TRAIN, ["demo"]])
 def test_train_refuses_a_directory_with_other_files(command, capsys, tmp_path, no_work):
     start = [*command, "--run-dir", str(tmp_path)]
