@@ -108,11 +108,16 @@ class History:
             looked_up.append([b, *others, *[b] * (most - 1 - len(others))])
         self._streams_BR = torch.tensor(looked_up, device=device)
 
-    def guesses(self, rows: Tensor) -> Tensor:
-        """Guess how these sequences continue, int64 ``[len(rows), m]``."""
+    def guesses(self, rows: Tensor, others_up_to: Tensor) -> Tensor:
+        """Guess how these sequences continue, int64 ``[len(rows), m]``.
+
+        Of the other sequences in the group, only the first ``others_up_to`` tokens, int64 ``[B]``,
+        are looked up.
+        """
         streams = self._streams_BR[rows]
         width = int(self.length_B.max())
-        return guess(self.tokens_BS[:, :width][streams], self.length_B[streams], self.guess_tokens)
+        length_BR = torch.cat([self.length_B[streams[:, :1]], others_up_to[streams[:, 1:]]], 1)
+        return guess(self.tokens_BS[:, :width][streams], length_BR, self.guess_tokens)
 
     def extend(self, rows: Tensor, tokens: Tensor, count: Tensor) -> None:
         """Append to each of these sequences the first ``count`` of its ``tokens``. ``count`` is

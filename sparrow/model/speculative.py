@@ -255,7 +255,7 @@ def draft(
     Passes repeat until every row has its drafts; rows that finish early are carried along. At the
     end, all drafts are dropped from the history, even those that verification will accept. The
     random numbers of a rejected draft and later drafts are used again for other tokens, so guesses
-    must not depend on these numbers.
+    must not depend on these numbers. Therefore, a row never guesses from another row's drafts.
     """
     B = len(newest)
     k = int(drafts.max())
@@ -265,8 +265,11 @@ def draft(
     tokens_Bk = newest.new_zeros(B, k)
     opens_Bk = torch.zeros_like(tokens_Bk, dtype=torch.bool)
     q_BkV = uniform.new_zeros(B, k, 0)
+    before = None if history is None else history[0].length_B.clone()
     while (made < drafts).any():
-        guess_Bm = newest.new_zeros(B, 0) if history is None else history[0].guesses(history[1])
+        guess_Bm = newest.new_zeros(B, 0)
+        if history is not None and before is not None:
+            guess_Bm = history[0].guesses(history[1], others_up_to=before)
         with steps_of_several(sequences.model):
             logits = sequences.read(torch.cat([newest[:, None], guess_Bm], 1)).float()
         q_BTV = shape.distribution(logits)

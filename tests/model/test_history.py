@@ -92,15 +92,28 @@ def test_guesses_in_random_streams_match_a_naive_search(longest, shortest):
 def test_history_rows_can_grow_and_shrink():
     history = History([[1, 2, 3], [1, 2], [4, 1, 2]], ["a", "a", "b"], 4, 2, torch.device("cpu"))
     rows = torch.tensor([1, 2])
-    assert history.guesses(rows).tolist() == [[3, 0], [0, 0]], (
+    assert history.guesses(rows, history.length_B).tolist() == [[3, 0], [0, 0]], (
         "the third response belongs to another group"
     )
     history.extend(rows, torch.tensor([[5, 6], [1, 9]]), torch.tensor([2, 1]))
     assert history.length_B.tolist() == [3, 4, 4]
-    assert history.guesses(torch.tensor([2, 0])).tolist() == [[2, 1], [0, 0]]
+    assert history.guesses(torch.tensor([2, 0]), history.length_B).tolist() == [[2, 1], [0, 0]]
     history.forget(rows, torch.tensor([1, 1]))
     history.extend(torch.tensor([0]), torch.tensor([[1, 2]]), torch.tensor([2]))
-    assert history.guesses(torch.tensor([0])).tolist() == [[3, 1]], "its own tokens take precedence"
-    assert history.guesses(torch.tensor([1])).tolist() == [[0, 0]], (
+    assert history.guesses(torch.tensor([0]), history.length_B).tolist() == [[3, 1]], (
+        "its own tokens take precedence"
+    )
+    assert history.guesses(torch.tensor([1]), history.length_B).tolist() == [[0, 0]], (
         "5 is new, and 6 has been removed"
     )
+
+
+def test_guesses_ignore_what_other_sequences_have_not_committed():
+    history = History([[1, 2], [1, 2]], ["a", "a"], 4, 2, torch.device("cpu"))
+    committed = history.length_B.clone()
+    rows = torch.tensor([0, 1])
+    history.extend(rows, torch.tensor([[7, 1, 2], [8, 1, 2]]), torch.tensor([3, 3]))
+    assert history.guesses(rows, committed).tolist() == [[7, 1], [8, 1]], "its own drafts do count"
+    history.extend(rows[:1], torch.tensor([[8]]), torch.tensor([1]))
+    assert history.guesses(rows[:1], committed).tolist() == [[0, 0]]
+    assert history.guesses(rows[:1], history.length_B).tolist() == [[1, 2]]
