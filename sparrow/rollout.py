@@ -15,13 +15,18 @@ from numpy.typing import NDArray
 
 from sparrow.errors import ConfigError, PromptError
 
+LOWEST_TEMPERATURE = 0.01
+"""The lowest temperature above 0. vLLM would raise a lower one to this, and logits divided by it
+could overflow.
+"""
+
 
 @dataclass(frozen=True)
 class Sampling:
     """Sampling parameters.
 
-    Raises ConfigError if ``max_new_tokens``, ``temperature``, ``top_n``, ``top_k`` or ``top_p`` is
-    out of range.
+    Raises ConfigError if ``max_new_tokens``, ``temperature``, ``top_n``, a seed, ``top_k`` or
+    ``top_p`` is out of range.
     """
 
     max_new_tokens: int  # longer responses are cut off, with ``finish_reason`` "length"
@@ -48,6 +53,14 @@ class Sampling:
             raise ConfigError(
                 f"temperature is {self.temperature}, but must be finite and at least 0"
             )
+        if 0 < self.temperature < LOWEST_TEMPERATURE:
+            raise ConfigError(
+                f"temperature is {self.temperature}, but must be 0, for the most likely token, or at "
+                f"least {LOWEST_TEMPERATURE}"
+            )
+        for seed in (self.seed, *(self.seeds or ())):
+            if not 0 <= seed < 2**63:
+                raise ConfigError(f"seed is {seed}, but must be at least 0 and less than 2**63")
         if self.top_k is not None and self.top_k < 1:
             raise ConfigError(
                 f"top_k is {self.top_k}, but must be at least 1; leave it out to sample from all "
