@@ -56,6 +56,10 @@ DECODE_TOKENS = 2**19
 """Maximum number of tokens in a batch, counting every sequence at its full length. For example, a
 batch can have 128 sequences of 4,096 tokens.
 """
+DECODE_LOGITS = 2**27
+"""Maximum number of logits per decode step, or per verification, of a batch. They take up to 30
+bytes each.
+"""
 ONLY_IN_VLLM = {
     "adapt_draft_budget": "the draft budget never changes",
     "draft_weights": "drafts use the model's own weights",
@@ -82,8 +86,10 @@ class HFEngine(Engine, Scorer, Ranker):
     length last passed to ``verify_up_to``, and lossy after that. Until ``verify_up_to`` is called,
     whole responses are lossless.
 
-    ``batch_size`` sequences are decoded together. By default, a batch has as many sequences as fit
-    in ``DECODE_TOKENS`` at their maximum length. Up to ``token_budget`` tokens, including padding,
+    The model may have several engines, each with its own schedule.
+
+    ``batch_size`` sequences are decoded together. By default, a batch has as many sequences as
+    ``DECODE_TOKENS``, at their maximum length, and ``DECODE_LOGITS`` allow. Up to ``token_budget`` tokens, including padding,
     are scored together. If ``autocast`` is given, the model runs under autocast to this dtype.
 
     Raises UnsupportedModel or ConfigError if ``set_schedule`` rejects the model or the schedule.
@@ -137,7 +143,8 @@ class HFEngine(Engine, Scorer, Ranker):
         seeds = sampling.request_seeds(len(prompts))
         rollouts: dict[int, Rollout] = {}
         longest = max(map(len, prompts), default=0) + sampling.max_new_tokens
-        batch_size = self.batch_size or max(1, DECODE_TOKENS // longest)
+        batch_size = self.batch_size or self._default_batch(longest)
+        self._apply_schedule()
         with self._inference():
             for begin in range(0, len(order), batch_size):
                 rows = order[begin : begin + batch_size]
@@ -407,6 +414,19 @@ class HFEngine(Engine, Scorer, Ranker):
             remove_schedule(self.model)
         else:
             set_schedule(self.model, self._schedule_before)
+
+    def _default_batch(self, longest: int) -> int:
+        """Return how many sequences of up to ``longest`` tokens to decode together."""
+        config = self.model.config.get_text_config()
+        verified = self.decoding.draft_tokens + 1 if self.decoding.verifies else 1
+        by_logits = DECODE_LOGITS // (verified * config.vocab_size)
+        return max(1, min(DECODE_TOKENS // longest, by_logits))
+
+    def _apply_schedule(self) -> None:
+        """Give the model this engine's schedule, if another engine has replaced or removed it."""
+        actor = actor_of(self.model)
+        if actor is None or (actor.routed and actor.schedule != self.schedule):
+            set_schedule(self.model, self.schedule)
 
     @contextlib.contextmanager
     def _inference(self) -> Iterator[None]:

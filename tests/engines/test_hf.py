@@ -209,6 +209,38 @@ def test_decoding_batch_size_is_limited_by_the_total_number_of_tokens(decoded, s
     assert seen == sizes and [len(r.prompt_ids) for r in rollouts] == [20, 5, 20, 5, 5]
 
 
+@pytest.mark.parametrize(("verified", "sizes"), [(1, [3, 2]), (4, [1] * 5)])
+def test_decoding_batch_size_is_limited_by_the_number_of_logits(verified, sizes, monkeypatch):
+    decoding = Decoding.lossy(SparsitySchedule.fixed(2))
+    if verified > 1:
+        decoding = Decoding.lossless(SparsitySchedule.fixed(2), draft_tokens=verified - 1)
+    engine = HFEngine(tiny_model(), decoding, eos_ids=[])
+    seen, decode = [], engine._decode
+    monkeypatch.setattr(hf, "DECODE_LOGITS", 3 * VOCAB)
+    monkeypatch.setattr(
+        engine, "_decode", lambda rows, *rest: seen.append(len(rows)) or decode(rows, *rest)
+    )
+    engine.generate([[3] * 5] * 5, Sampling(max_new_tokens=4))
+    assert seen == sizes
+
+
+def test_engines_that_share_a_model_keep_their_own_schedules():
+    model, sampling = tiny_model(), Sampling(max_new_tokens=8, seed=3)
+    asked = [list(map(int, ids)) for ids in prompts([173, 64])]
+
+    def sampled(engine):
+        return [r.response_ids.tolist() for r in engine.generate(asked, sampling)]
+
+    few = HFEngine(model, SparsitySchedule.fixed(0, dense_layers=()), eos_ids=[])
+    expected = sampled(few)
+    dense = HFEngine(model, SparsitySchedule.dense(dense_layers=()), eos_ids=[])
+    other = sampled(dense)
+    assert other != expected
+    assert sampled(few) == expected and sampled(dense) == other
+    few.close()
+    assert sampled(dense) == other
+
+
 def test_a_token_that_the_model_does_not_have_is_refused():
     engine = HFEngine(tiny_model(), SparsitySchedule.fixed(2), eos_ids=[])
     vocabulary = engine.model.config.vocab_size
