@@ -89,8 +89,9 @@ class HFEngine(Engine, Scorer, Ranker):
     The model may have several engines, each with its own schedule.
 
     ``batch_size`` sequences are decoded together. By default, a batch has as many sequences as
-    ``DECODE_TOKENS``, at their maximum length, and ``DECODE_LOGITS`` allow. Up to ``token_budget`` tokens, including padding,
-    are scored together. If ``autocast`` is given, the model runs under autocast to this dtype.
+    ``DECODE_TOKENS``, at their maximum length, and ``DECODE_LOGITS`` allow. Up to ``token_budget``
+    tokens, including padding, are scored together. If ``autocast`` is given, the model runs under
+    autocast to this dtype.
 
     Raises UnsupportedModel or ConfigError if ``set_schedule`` rejects the model or the schedule.
     Raises ConfigError if a setting in ``ONLY_IN_VLLM`` is set.
