@@ -24,18 +24,33 @@ def read_measurement(path: Path) -> dict[str, Any] | None:
 
     Raises ConfigError if the file is neither.
     """
-    try:
-        report = json.loads(path.read_text(encoding="utf-8"))
-    except (ValueError, RecursionError):
-        report = None
-    if isinstance(report, dict) and {"bins", "histogram"} <= report.keys():
+    report = _load(path)
+    if _is_report(report):
         return report
-    if isinstance(report, dict) and "top_k" in report:
+    if "top_k" in report:
         return None
     raise ConfigError(
         f"{path} is neither a schedule nor a measurement; pass a run directory, or a file from "
         "sparrow calibrate or sparrow measure"
     )
+
+
+def is_measurement(path: Path) -> bool:
+    """Return whether there is such a file, and it is a report from ``sparrow measure --out``."""
+    return path.is_file() and _is_report(_load(path))
+
+
+def _load(path: Path) -> dict[str, Any]:
+    """Load a JSON object. If the file contains anything else, return an empty one."""
+    try:
+        report = json.loads(path.read_text(encoding="utf-8"))
+    except (ValueError, RecursionError):
+        return {}
+    return report if isinstance(report, dict) else {}
+
+
+def _is_report(report: Mapping[str, Any]) -> bool:
+    return {"bins", "histogram"} <= report.keys()
 
 
 def draw_measurement(report: Mapping[str, Any], out: Path) -> Path:

@@ -220,9 +220,9 @@ def load_schedule(spec: str) -> SparsitySchedule:
     try:
         return SparsitySchedule.load(spec)
     except ConfigError as error:
-        from sparrow.report import read_measurement
+        from sparrow.report import is_measurement
 
-        if read_measurement(Path(spec)) is None:
+        if not is_measurement(Path(spec)):
             raise
         raise ConfigError(
             f"{spec} is a measurement from sparrow measure, not a schedule; pass a schedule from "

@@ -48,6 +48,22 @@ def test_measurement_is_neither_a_model_nor_a_schedule(measurement, capsys):
     assert "top_k" not in refused
 
 
+@pytest.mark.parametrize(
+    ("spec", "message"),
+    [
+        ("nope", "no schedule 'nope'"),
+        ("fixed:-3", "PAGES must be"),
+        ("{}", "needs the field top_k"),
+    ],
+)
+def test_wrong_schedule_is_refused_for_its_own_reason(tmp_path, capsys, spec, message):
+    if spec == "{}":
+        path = tmp_path / "empty.json"
+        path.write_text(spec)
+        spec = str(path)
+    assert message in fails(capsys, "cost", "--model", "qwen3-4b", "--schedule", spec)
+
+
 def test_documented_prediction_of_a_mixture_is_what_the_command_prints(capsys):
     page = " ".join(COST_PAGE.read_text(encoding="utf-8").split())
     command = re.search(r"sparrow (cost --model qwen3-30b-a3b [^`]*?) ```", page)[1]
