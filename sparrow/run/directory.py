@@ -193,18 +193,19 @@ class RunDir:
             )
 
     def check_files(self) -> None:
-        """Check that the directory contains nothing but a run, or an attempt at one. Hidden files
-        don't count.
+        """Check that the run would not overwrite or continue files of something else, such as a
+        model's ``config.json``.
 
-        Raises ConfigError if it contains other files and no run.
+        Raises ConfigError if the directory contains such files, and no run or attempt at one.
         """
-        is_run = self._resume or any((self.path / name).exists() for name in (METRICS, LOCK))
-        if is_run or not self.path.is_dir():
+        if self._resume or any((self.path / name).exists() for name in (METRICS, LOCK)):
             return
-        if any(not file.name.startswith(".") for file in self.path.iterdir()):
-            raise ConfigError(
-                f"{self.path} contains files, but no run; choose another run_dir, or empty the folder"
-            )
+        for name in (CONFIG, ROLLOUTS, EVALUATIONS, "model"):
+            if (self.path / name).exists():
+                raise ConfigError(
+                    f"{self.path} contains {name}, but no run; choose another run_dir, such as a new "
+                    "folder"
+                )
 
     def lock(self) -> None:
         """Keep other runs out of the directory until ``release`` is called or this process ends,

@@ -183,14 +183,15 @@ def test_train_without_data_is_refused_before_any_work_starts(capsys, tmp_path, 
 
 
 @pytest.mark.parametrize("command", [TRAIN, ["demo"]])
-def test_train_refuses_a_directory_with_other_files(command, capsys, tmp_path, no_work):
+def test_train_refuses_to_overwrite_files_that_belong_to_no_run(command, capsys, tmp_path, no_work):
     start = [*command, "--run-dir", str(tmp_path)]
-    (tmp_path / ".gitkeep").touch()
+    (tmp_path / "slurm.log").touch()
     with pytest.raises(AssertionError, match="a model was loaded"):
         main(start)
     (tmp_path / "config.json").touch()
     assert fails(capsys, *start) == (
-        f"sparrow: {tmp_path} contains files, but no run; choose another run_dir, or empty the folder"
+        f"sparrow: {tmp_path} contains config.json, but no run; choose another run_dir, such as a "
+        "new folder"
     )
     (tmp_path / "lock").touch()  # left by an attempt that ended before its first step
     with pytest.raises(AssertionError, match="a model was loaded"):
