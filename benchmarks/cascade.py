@@ -11,7 +11,8 @@ number of drafts on average. vLLM's synthetic rejection sampler accepts drafts w
 measured with the text model or with SmolLM2 (``RATES``). Drafts that no pass has made are never
 accepted.
 Passes over 1, 2, 4 and 8 tokens are also timed on their own. The arm ``fp8`` drafts with an 8-bit
-copy of the weights, at the same acceptance rates.
+copy of the weights, at the same acceptance rates. With ``--quantization``, vLLM quantises the
+weights in all engines, also in stock vLLM.
 
 ``real`` samples continuations of a text, or answers to questions, from a given model, with real
 guesses, drafts and verification. Answers end where the model ends them, and continuations have the
@@ -40,6 +41,7 @@ import numpy as np
 from common import (
     SIZES,
     add_cache_size,
+    add_quantization,
     cache_size,
     clock,
     earlier_runs,
@@ -169,6 +171,7 @@ def start_synthetic(arm: str, folder: Path, arguments: argparse.Namespace) -> An
         lossless=decoding,
         slots=max(batches),
         cudagraph_capture_sizes=sizes,
+        quantization=arguments.quantization,
         **cache_size(arguments.cache_gib),
     )
 
@@ -555,6 +558,8 @@ def again(arguments: argparse.Namespace) -> Iterator[str]:
         yield from ("--draft-tokens", str(arguments.draft_tokens))
         if arguments.cache_gib is not None:
             yield from ("--cache-gib", str(arguments.cache_gib))
+        if arguments.quantization is not None:
+            yield from ("--quantization", arguments.quantization)
         return
     yield from ("--model", str(arguments.model.resolve()), "--options", arguments.options)
     yield from ("--prompts", *(str(path.resolve()) for path in arguments.prompts))
@@ -574,7 +579,10 @@ def measure(arguments: argparse.Namespace) -> None:
     else:
         out, result = earlier_runs(arguments.out, "cascade_real", arguments.model.name)
     engines: dict[str, Any] = {}
-    result["runs"].append({"gpu": machine(), "vllm": vllm.__version__, "engines": engines})
+    run = {"gpu": machine(), "vllm": vllm.__version__, "engines": engines}
+    if getattr(arguments, "quantization", None) is not None:
+        run["quantization"] = arguments.quantization
+    result["runs"].append(run)
     head = getattr(arguments, "head", None)
     arms = arguments.arms or [
         arm for arm in ARMS[arguments.part] if head is not None or arm not in WITH_HEAD
@@ -621,6 +629,7 @@ def main() -> None:
                 help="the most drafts per cycle; about a third and two thirds are measured too",
             )
             add_cache_size(each)
+            add_quantization(each)
             continue
         each.add_argument("--model", type=Path, required=True, help="a folder with a checkpoint")
         each.add_argument(

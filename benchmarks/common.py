@@ -93,6 +93,15 @@ def cache_size(gib: float | None) -> dict[str, Any]:
     return {"memory": 0.1, "kv_cache_memory_bytes": int(gib * 2**30)}
 
 
+def add_quantization(options: argparse.ArgumentParser) -> None:
+    """Add the ``--quantization`` option to a script that starts engines through ``rollout.Bench``."""
+    options.add_argument(
+        "--quantization",
+        help="how vLLM quantises the weights in all engines, such as fp8_per_block; by default, "
+        "they stay in bfloat16",
+    )
+
+
 def parse_point(text: str) -> tuple[int, int]:
     """Parse a point such as ``32x15000`` from the command line into sequences and tokens.
 

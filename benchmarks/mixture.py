@@ -3,6 +3,7 @@ of Sparrow's modes.
 
     python benchmarks/mixture.py    # Qwen3-30B-A3B; writes results/mixture_qwen3-30b-a3b.json
     python benchmarks/mixture.py --experts 32 --points 32x15000 16x30000    # for a GPU with 80 GB
+    python benchmarks/mixture.py --quantization fp8_per_block --points 64x15000 --slots 64
 
 As in ``benchmarks/lossless.py``, models are random, states are set up without prefill, and vLLM
 accepts each draft with a given probability. A random router uses all experts about equally often,
@@ -10,8 +11,9 @@ so a pass reads more experts than it would with a trained router. There is no pu
 this shape, so lossy mode uses Qwen3-4B's.
 
 With all 128 experts per layer, the weights take 61 GB. ``--experts`` keeps fewer of them without
-changing the number of experts per token, and ``--layers`` keeps fewer layers, for trials. The JSON
-file records how many were kept.
+changing the number of experts per token, and ``--layers`` keeps fewer layers, for trials. With
+``--quantization``, vLLM quantises the weights in all engines, also in stock vLLM. The JSON file
+records all three.
 
 Parts:
 
@@ -39,7 +41,17 @@ from pathlib import Path
 from typing import Any
 
 from break_even import fitting
-from common import EXPERTS, earlier_runs, machine, parse_point, parser, qwen3, save, write
+from common import (
+    EXPERTS,
+    add_quantization,
+    earlier_runs,
+    machine,
+    parse_point,
+    parser,
+    qwen3,
+    save,
+    write,
+)
 from processes import EngineProcess, in_turn, told_to_start, wait_for_turn
 from rollout_trace import PROMPT, most_cached, responses, simulate, states
 
@@ -122,6 +134,7 @@ def start(arguments: argparse.Namespace, mode: str, folder: str) -> Any:
         config=changes(arguments.experts, arguments.layers),
         cudagraph_capture_sizes=graph_sizes(batches, choices),
         max_num_batched_tokens=PREFILLED,
+        quantization=arguments.quantization,
     )
 
 
@@ -238,6 +251,7 @@ class Child(EngineProcess):
             "memory": arguments.memory,
             "experts": arguments.experts,
             "layers": arguments.layers,
+            "quantization": arguments.quantization,
             "out": written,
         }
         command = [Path(__file__).name]
@@ -262,6 +276,7 @@ def measure(arguments: argparse.Namespace) -> None:
             "experts": model.num_experts,
             "experts per token": model.num_experts_per_tok,
             "layers": model.num_hidden_layers,
+            "quantization": arguments.quantization,
             "acceptance": ACCEPTANCE,
             "draft pages": DRAFT_PAGES,
             "schedule": SCHEDULE,
@@ -280,6 +295,7 @@ def main() -> None:
     options.add_argument("--shape", choices=EXPERTS, default=next(iter(EXPERTS)))
     options.add_argument("--experts", type=int, help="experts per layer; by default, all")
     options.add_argument("--layers", type=int, help="number of layers; by default, all")
+    add_quantization(options)
     options.add_argument("--modes", nargs="+", choices=MODES, default=MODES)
     options.add_argument("--parts", nargs="+", choices=PARTS, default=PARTS)
     options.add_argument(

@@ -38,10 +38,21 @@ def test_a_process_measures_the_choices_of_its_most_drafts(cascade):
     pytest.importorskip("vllm")
     assert tuple(cascade.adaptive_choices(max(cascade.DRAFTS))) == cascade.DRAFTS
     assert cascade.adaptive_choices(10) == [3, 7, 10]
+
+
+@pytest.mark.parametrize("quantization", [None, "fp8_per_block"])
+def test_a_process_receives_the_options_of_its_parent(cascade, quantization):
     arguments = SimpleNamespace(
-        part="synthetic", shape="qwen3-1.7b", points=[(64, 4096)], draft_tokens=10, cache_gib=None
+        part="synthetic",
+        shape="qwen3-1.7b",
+        points=[(64, 4096)],
+        draft_tokens=10,
+        cache_gib=None,
+        quantization=quantization,
     )
-    assert "--points 64x4096 --draft-tokens 10" in " ".join(cascade.again(arguments))
+    command = " ".join(cascade.again(arguments))
+    assert "--points 64x4096 --draft-tokens 10" in command
+    assert command.endswith("--quantization fp8_per_block") == (quantization is not None)
 
 
 def test_each_arm_with_a_head_names_the_sources_of_its_guesses(cascade, tmp_path):

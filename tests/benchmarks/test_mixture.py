@@ -69,7 +69,7 @@ class Child:
         pass
 
 
-def test_each_invocation_appends_a_run_with_the_model_size(scripts, tmp_path, monkeypatch):
+def test_each_invocation_appends_a_run_with_the_model_size_and_weights(scripts, tmp_path, monkeypatch):
     pytest.importorskip("vllm.version")
     script, _ = scripts
     monkeypatch.setattr(script, "Child", Child)
@@ -79,6 +79,7 @@ def test_each_invocation_appends_a_run_with_the_model_size(scripts, tmp_path, mo
             shape="qwen3-30b-a3b",
             experts=experts,
             layers=None,
+            quantization="fp8_per_block" if experts else None,
             modes=script.MODES,
             deadline=1000.0,
             out=out,
@@ -87,6 +88,7 @@ def test_each_invocation_appends_a_run_with_the_model_size(scripts, tmp_path, mo
     whole, cut = importlib.import_module("common").read_result(out)["runs"]
     assert (whole["experts"], cut["experts"]) == (128, 32)
     assert whole["layers"] == cut["layers"] == 48
+    assert (whole["quantization"], cut["quantization"]) == (None, "fp8_per_block")
     assert list(whole["engines"]) == ["stock", "lossless", "lossy"]
     assert whole["engines"]["lossy"]["failed"] == "ValueError: what"
     assert whole["engines"]["lossless"]["finished"]
@@ -107,6 +109,7 @@ def test_child_process_receives_the_arguments_of_its_parent(scripts, tmp_path, m
         memory=0.9,
         experts=32,
         layers=None,
+        quantization="fp8_per_block",
         out=tmp_path / "found.json",
     )
     script.Child(arguments, "lossless")
@@ -114,7 +117,7 @@ def test_child_process_receives_the_arguments_of_its_parent(scripts, tmp_path, m
     given = " ".join(command)
     assert given.startswith("mixture.py --shape qwen3-30b-a3b --child lossless")
     assert "--points 40x15000 8x1024 --parts points --slots 40" in given
-    assert "--experts 32" in given and "--layers" not in given
+    assert "--experts 32 --quantization fp8_per_block" in given and "--layers" not in given
 
 
 def point(drafts, tokens_per_s, **more):
