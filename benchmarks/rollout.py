@@ -39,6 +39,7 @@ import time
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import numpy as np
 import torch
@@ -54,7 +55,8 @@ from sparrow import SparsitySchedule
 from sparrow.decoding import Decoding
 from sparrow.engines.vllm import VLLMEngine
 from sparrow.vllm import config as plugin_config
-from sparrow.vllm import plugin, selfcheck
+from sparrow.vllm import plugin
+from sparrow.vllm.selfcheck import engine as selfcheck
 
 CONTEXT = CUTOFF + PROMPT + 256
 SETTLE, TIMED = 4, 16
@@ -184,8 +186,8 @@ class Bench:
         self.engine: VLLMEngine | None = None
         # Sparrow refuses connectors without landmarks, but this connector creates landmarks. The
         # self-check is skipped because the connector doesn't learn about the self-check's steps.
-        plugin_config.check_supported = lambda *_: None
-        selfcheck.run = lambda *_: None
+        patch.object(plugin_config, "check_supported").start()
+        patch.object(selfcheck, "check_engine").start()
         if variant == "stock":
             self.llm = LLM(folder, attention_backend="FLASH_ATTN", **options)
         elif lossless is not None:

@@ -157,9 +157,9 @@ def checked_twice(result: dict[str, Any]) -> Iterator[None]:
     """Run each self-check twice, recording its times and differences."""
     import torch
 
-    from sparrow.vllm import selfcheck
+    from sparrow.vllm.selfcheck import engine
 
-    stock = selfcheck.run
+    stock = engine.check_engine
 
     def run(worker: Any, runtime: Any) -> Any:
         for name in ("ms", "ms when compiled"):
@@ -172,7 +172,7 @@ def checked_twice(result: dict[str, Any]) -> Iterator[None]:
         result["log-probs differ by"] = float(f"{found.steps:.2g}")
         return found
 
-    with patch.object(selfcheck, "run", run):
+    with patch.object(engine, "check_engine", run):
         yield
 
 
