@@ -579,10 +579,10 @@ def measure(arguments: argparse.Namespace) -> None:
     else:
         out, result = earlier_runs(arguments.out, "cascade_real", arguments.model.name)
     engines: dict[str, Any] = {}
-    run = {"gpu": machine(), "vllm": vllm.__version__, "engines": engines}
+    run: dict[str, Any] = {"gpu": machine(), "vllm": vllm.__version__}
     if getattr(arguments, "quantization", None) is not None:
         run["quantization"] = arguments.quantization
-    result["runs"].append(run)
+    result["runs"].append(run | {"engines": engines})
     head = getattr(arguments, "head", None)
     arms = arguments.arms or [
         arm for arm in ARMS[arguments.part] if head is not None or arm not in WITH_HEAD

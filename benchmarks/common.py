@@ -19,6 +19,10 @@ ROOT = Path(__file__).parent.parent
 RESULTS = ROOT / "benchmarks" / "results"
 REASONER = ROOT / "sparrow" / "reasoner"
 SHAPES = {"qwen3-1.7b": "1.7B", "qwen3-4b": "4B", "qwen3-8b": "8B", "qwen3-14b": "14B"}
+"""The dense shapes, with their names in tables."""
+MIXTURES = {"qwen3-30b-a3b": "30B-A3B"}
+"""The same for mixtures of experts."""
+NAMES = SHAPES | MIXTURES
 """The shapes we measure, and their names in tables."""
 SIZES = {
     "qwen3-0.6b": (1024, 3072, 28, 16, True),

@@ -7,7 +7,8 @@ from typing import Any
 
 import numpy as np
 from break_even import DRAFT_PAGES, GUESSED_DRAFTS, GUESSES, SPARSE_DRAFTS
-from common import RESULTS, SHAPES, Row, load, read_result, table
+from common import NAMES as CALLED
+from common import RESULTS, Row, load, read_result, table
 
 from sparrow import SparsitySchedule
 from sparrow.cost import MACHINES, Machine, ModelShape
@@ -48,7 +49,6 @@ vary with the host.
 DRAFT_BUDGET = 1024  # tokens that the sparse actor's drafts read in break_even.py
 DENSE = VLLM_H200.without_lists
 """The overheads of a dense step."""
-CALLED = SHAPES | {"qwen3-30b-a3b": "30B-A3B"}
 
 
 def results() -> list[Row]:

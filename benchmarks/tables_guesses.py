@@ -8,11 +8,13 @@ from typing import NamedTuple
 
 import predicted
 from cascade import LOSSLESS_ARMS, PASS_TOKENS
-from common import RESULTS, SHAPES, Row, read_result, table
+from common import NAMES, RESULTS, Row, read_result, table
 from never_slower import Cell
 
 WEIGHTS = {"lossless": "16", "fp8": "8"}
 """Maps arms of ``cascade.py synthetic`` to the bits of the weights that drafts use."""
+QUANTISED = "8, stock's too"
+"""The bits in a run whose engines all have quantised weights."""
 REAL = "cascade_real_smollm2"
 SIMULATION = "cascade_head"
 SHAPE = "smollm2-135m"
@@ -66,14 +68,14 @@ class Measured(NamedTuple):
 
     Attributes:
         shape: the shape's name.
-        arm: a key of ``WEIGHTS``.
+        bits: the bits of the weights that drafts use.
         stock: the points of stock vLLM in the same run.
         engine: all of the engine's results.
-        later: the results of the same arm in later runs.
+        later: the results of the same arm in later runs with the same weights.
     """
 
     shape: str
-    arm: str
+    bits: str
     stock: list[Row]
     engine: Row
     later: list[Row]
@@ -87,17 +89,29 @@ class Measured(NamedTuple):
 
 def measured() -> Iterator[Measured]:
     """Yield the results with synthetic rates, run by run."""
-    for shape, name in SHAPES.items():
+    for shape, name in NAMES.items():
         path = RESULTS / f"cascade_{shape}.json"
         if not path.exists():
             continue
-        runs = [run["engines"] for run in read_result(path)["runs"]]
-        for number, engines in enumerate(runs):
-            stock = engines["stock"]["points"]
-            for arm in WEIGHTS:
-                if arm in engines:
-                    later = [run[arm] for run in runs[number + 1 :] if arm in run]
-                    yield Measured(name, arm, stock, engines[arm], later)
+        runs = read_result(path)["runs"]
+        for number, run in enumerate(runs):
+            quantised = run.get("quantization")
+            engines = run["engines"]
+            for arm, bits in WEIGHTS.items():
+                if arm not in engines:
+                    continue
+                later = [
+                    other["engines"][arm]
+                    for other in runs[number + 1 :]
+                    if arm in other["engines"] and other.get("quantization") == quantised
+                ]
+                yield Measured(
+                    name,
+                    QUANTISED if quantised else bits,
+                    engines["stock"]["points"],
+                    engines[arm],
+                    later,
+                )
 
 
 def state_name(state: tuple[int, int]) -> str:
@@ -122,36 +136,47 @@ def passes() -> str:
         for state, by_tokens in pass_ms(found.rows("passes")).items():
             one, *several = (by_tokens[tokens] for tokens in PASS_TOKENS)
             cells = [f"{ms / one:.2f}x" for ms in several]
-            rows.append([found.shape, state_name(state), WEIGHTS[found.arm], f"{one:.2f}", *cells])
+            rows.append([found.shape, state_name(state), found.bits, f"{one:.2f}", *cells])
     head = ["shape", "sequences x tokens", "bits of the weights", "1 token, ms"]
     return table([*head, *(f"{tokens} tokens" for tokens in PASS_TOKENS[1:])], rows)
 
 
-def fastest(rows: Iterable[Row]) -> Row:
-    """Return the row with the most tokens per second."""
-    return max(rows, key=lambda row: row["tokens_per_s"])
+class Cycle(NamedTuple):
+    """A number of drafts or passes per cycle, measured in a state."""
 
+    shape: str
+    bits: str
+    stock: Row
+    row: Row
+    one_pass: float  # ms
 
-def speed_row(name: str, bits: str, stock: Row, best: Row, one_pass: float) -> list[str]:
-    """Return the cells for the fastest number of drafts or passes in a state. The last cell is the
-    time of the cycle's sparse passes plus one dense step, relative to the measured cycle.
-    """
-    count = best["passes"] if "passes" in best else best["drafts"]
-    parts = count * one_pass + stock["ms"]
-    return [
-        name,
-        state_name(at(stock)),
-        f"{stock['tokens_per_s']:,.0f}",
-        bits,
-        str(best.get("guesses", 0)),
-        f"{best['acceptance']:.3f}",
-        f"{best.get('drafts_per_pass', 1):.2f}",
-        str(count),
-        f"{best['tokens_per_cycle']:.1f}",
-        f"{best['ms']:.1f}",
-        f"{best['tokens_per_s'] / stock['tokens_per_s']:.2f}x",
-        f"{parts / best['ms']:.0%}",
-    ]
+    @property
+    def speed(self) -> float:
+        """The speed relative to stock vLLM in the same run."""
+        return self.row["tokens_per_s"] / self.stock["tokens_per_s"]
+
+    def cells(self) -> list[str]:
+        """Return the cells of the table. The last one is the time of the cycle's sparse passes plus
+        one dense step, relative to the measured cycle.
+        """
+        row = self.row
+        count = row["passes"] if "passes" in row else row["drafts"]
+        parts = count * self.one_pass + self.stock["ms"]
+        return [
+            self.shape,
+            state_name(at(row)),
+            f"{self.stock['tokens_per_s']:,.0f}",
+            self.bits,
+            str(row.get("guesses", 0)),
+            f"{row['acceptance']:.3f}",
+            f"{row.get('drafts_per_pass', 1):.2f}",
+            str(row["drafts"]),
+            str(count),
+            f"{row['tokens_per_cycle']:.1f}",
+            f"{row['ms']:.1f}",
+            f"{self.speed:.2f}x",
+            f"{parts / row['ms']:.0%}",
+        ]
 
 
 def rates_of(row: Row) -> tuple[int, float, float]:
@@ -161,20 +186,29 @@ def rates_of(row: Row) -> tuple[int, float, float]:
     return row.get("guesses", 0), row["acceptance"], row.get("asked_per_pass", 1.0)
 
 
+def cycles() -> dict[tuple[str, tuple[int, int], str], list[Cycle]]:
+    """Return all measured cycles, by shape, state, and bits of the weights."""
+    found: dict[tuple[str, tuple[int, int], str], list[Cycle]] = {}
+    for result in measured():
+        all_passes = pass_ms(result.engine["passes"])
+        stock = {at(row): row for row in result.stock}
+        for row in result.rows("points"):
+            state = at(row)
+            one_pass = all_passes[state][row.get("guesses", 0) + 1]
+            made = Cycle(result.shape, result.bits, stock[state], row, one_pass)
+            found.setdefault((result.shape, state, result.bits), []).append(made)
+    return found
+
+
 def speed() -> str:
-    """One row per run, state, arm, acceptance and number of drafts per pass. Each row has the
-    fastest number of drafts or passes per cycle.
+    """One row per state, bits of the weights, acceptance and number of drafts per pass. Each row has
+    the fastest number of drafts per cycle, relative to stock vLLM in its run.
     """
     rows = []
-    for found in measured():
-        all_passes = pass_ms(found.engine["passes"])
-        for stock in found.stock:
-            state = at(stock)
-            points = [row for row in found.rows("points") if at(row) == state]
-            for rates in sorted({rates_of(row) for row in points}):
-                best = fastest(row for row in points if rates_of(row) == rates)
-                one_pass = all_passes[state][best.get("guesses", 0) + 1]
-                rows.append(speed_row(found.shape, WEIGHTS[found.arm], stock, best, one_pass))
+    for measured_there in cycles().values():
+        for rates in sorted({rates_of(cycle.row) for cycle in measured_there}):
+            some = [cycle for cycle in measured_there if rates_of(cycle.row) == rates]
+            rows.append(max(some, key=lambda cycle: cycle.speed).cells())
     head = [
         "shape",
         "sequences x tokens",
@@ -183,7 +217,8 @@ def speed() -> str:
         "guesses",
         "acceptance",
         "drafts per pass",
-        "passes per cycle",
+        "drafts per cycle",
+        "passes",
         "tokens per cycle",
         "ms per cycle",
         "speed",

@@ -8,14 +8,13 @@ from collections.abc import Callable
 from functools import wraps
 from statistics import mean
 
-from common import EXPERTS, RESULTS, Row, read_result, table
+from common import MIXTURES, RESULTS, Row, read_result, table
 from tables_versions import SPEED, gpu, log_probs, verdict
 
 from sparrow import SparsitySchedule
 from sparrow.cost import MACHINES, SHAPES, VLLM_H200, decode_step
 from sparrow.cost.lossless import DraftSetup, lossless_step
 
-NAMES = {"qwen3-30b-a3b": "30B-A3B"}
 CHECK = "mixture_check"
 UNMEASURED = "No measurement has been published yet.\n"
 MODES = ("lossless", "lossy")
@@ -36,11 +35,11 @@ def if_measured(written: Callable[[list[Row]], str]) -> Callable[[], str]:
 def runs() -> list[Row]:
     """Return the runs for all shapes, with the shape and GPU names used in the tables."""
     found = []
-    for shape in EXPERTS:
+    for shape, name in MIXTURES.items():
         path = RESULTS / f"mixture_{shape}.json"
         if path.exists():
             for run in read_result(path)["runs"]:
-                found.append(run | {"shape": NAMES[shape], "shape id": shape})
+                found.append(run | {"shape": name, "shape id": shape})
     return [run for run in found if "stock" in run["engines"]]
 
 

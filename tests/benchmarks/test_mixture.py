@@ -69,7 +69,9 @@ class Child:
         pass
 
 
-def test_each_invocation_appends_a_run_with_the_model_size_and_weights(scripts, tmp_path, monkeypatch):
+def test_each_invocation_appends_a_run_with_the_model_size_and_weights(
+    scripts, tmp_path, monkeypatch
+):
     pytest.importorskip("vllm.version")
     script, _ = scripts
     monkeypatch.setattr(script, "Child", Child)

@@ -138,7 +138,7 @@ def test_arms_with_drafts_in_8_bits_have_their_own_rows(tables, tmp_path):
     ]
     _, _, *speeds = cells(tables.speed())
     # sum of the parts: four passes and a dense step
-    assert [(row[3], row[10], row[11]) for row in speeds] == [
+    assert [(row[3], row[11], row[12]) for row in speeds] == [
         ("16", "4.00x", "100%"),
         ("8", "8.00x", "133%"),
     ]
@@ -168,7 +168,7 @@ def test_speeds_at_each_acceptance_have_their_own_rows(tables, tmp_path):
     path = tmp_path / "cascade_qwen3-8b.json"
     path.write_text(json.dumps({"runs": [{"engines": engines}]}))
     _, _, *speeds = cells(tables.speed())
-    assert [(row[4], row[5], row[10]) for row in speeds] == [
+    assert [(row[4], row[5], row[11]) for row in speeds] == [
         ("0", "0.945", "2.00x"),
         ("0", "0.970", "4.00x"),
         ("3", "0.921", "3.10x"),
@@ -195,31 +195,29 @@ def test_arms_that_the_last_run_lacks_come_from_the_run_before(tables, tmp_path)
     ]
 
 
-def test_cases_measured_again_are_shown_once(tables, tmp_path):
-    def run(speed, cases, **more):
-        """Return a run in which cases, a length and a number of drafts each, have this speed."""
-        states = [{"batch": 8, "length": length} for length in dict.fromkeys(n for n, _ in cases)]
-        cycle = {"acceptance": 0.9, "ms": 6.0, "tokens_per_cycle": 3.0, "tokens_per_s": speed}
-        engine = {
-            "passes": [
-                {**s, "tokens": t, "ms": 1.0 * t} for s in states for t in tables.PASS_TOKENS
-            ],
-            "points": [{"batch": 8, "length": n, "drafts": k, **cycle} for n, k in cases],
-        }
-        stock = {"points": [{**s, "tokens_per_s": 100.0, "ms": 2.0} for s in states]}
-        return {"engines": {"stock": stock, "lossless": engine, **more}}
+def run(tables, speed, cases, **more):
+    """Return a run in which cases, a length and a number of drafts each, have this speed."""
+    states = [{"batch": 8, "length": length} for length in dict.fromkeys(n for n, _ in cases)]
+    cycle = {"acceptance": 0.9, "ms": 6.0, "tokens_per_cycle": 3.0, "tokens_per_s": speed}
+    engine = {
+        "passes": [{**s, "tokens": t, "ms": 1.0 * t} for s in states for t in tables.PASS_TOKENS],
+        "points": [{"batch": 8, "length": n, "drafts": k, **cycle} for n, k in cases],
+    }
+    stock = {"points": [{**s, "tokens_per_s": 100.0, "ms": 2.0} for s in states]}
+    return {"engines": {"stock": stock, "lossless": engine}, **more}
 
-    first = run(200.0, [(100, 4), (100, 8), (300, 4)])
+
+def test_the_fastest_of_all_runs_is_shown_and_cases_measured_again_count_once(tables, tmp_path):
+    first = run(tables, 200.0, [(100, 4), (100, 8), (300, 4)])
     first["engines"]["fp8"] = first["engines"]["lossless"]
-    runs = [first, run(300.0, [(100, 4)]), run(400.0, [(100, 8)])]
+    runs = [first, run(tables, 190.0, [(100, 4)]), run(tables, 150.0, [(100, 8)])]
     (tmp_path / "cascade_qwen3-8b.json").write_text(json.dumps({"runs": runs}))
     _, _, *speeds = cells(tables.speed())
-    assert [(row[1], row[3], row[7], row[10]) for row in speeds] == [
+    assert [(row[1], row[3], row[7], row[11]) for row in speeds] == [
         ("8 x 300", "16", "4", "2.00x"),
         ("8 x 100", "8", "4", "2.00x"),
         ("8 x 300", "8", "4", "2.00x"),
-        ("8 x 100", "16", "4", "3.00x"),
-        ("8 x 100", "16", "8", "4.00x"),
+        ("8 x 100", "16", "4", "1.90x"),
     ]
     _, _, *passes = cells(tables.passes())
     assert [(row[1], row[2]) for row in passes] == [
@@ -227,4 +225,17 @@ def test_cases_measured_again_are_shown_once(tables, tmp_path):
         ("8 x 100", "8"),
         ("8 x 300", "8"),
         ("8 x 100", "16"),
+    ]
+
+
+def test_runs_with_quantised_weights_have_their_own_rows(tables, tmp_path):
+    runs = [
+        run(tables, 200.0, [(100, 4)]),
+        run(tables, 150.0, [(100, 4)], quantization="fp8_per_block"),
+    ]
+    (tmp_path / "cascade_qwen3-30b-a3b.json").write_text(json.dumps({"runs": runs}))
+    _, _, *speeds = cells(tables.speed())
+    assert [(row[0], row[3], row[11]) for row in speeds] == [
+        ("30B-A3B", "16", "2.00x"),
+        ("30B-A3B", "8, stock's too", "1.50x"),
     ]
