@@ -26,8 +26,8 @@ from unittest import mock
 
 import numpy as np
 import torch
-from common import clock, parser, qwen3, save
-from transformers import Qwen3ForCausalLM
+from common import REASONER, clock, device, parser, qwen3, save
+from transformers import AutoTokenizer, Qwen3ForCausalLM
 
 from sparrow import SparsitySchedule
 from sparrow.attention.triton.forced import Call, Selection
@@ -52,6 +52,14 @@ VARIANTS = {
 }
 TEXTS = {"random": 1, "runs": 12}
 """How many equal tokens each kind of text has in a row."""
+PROBLEM = Problem("random", "", lambda text: 0.0)
+
+
+class Task:
+    """The trainer checks that its tokenizer can read the first problems of a task."""
+
+    def problem(self, index: int, seed: int = 0) -> Problem:
+        return PROBLEM
 
 
 def experience(run: int) -> Experience:
@@ -71,15 +79,14 @@ def experience(run: int) -> Experience:
         )
         for _ in range(RESPONSES)
     ]
-    problem = Problem("random", "", lambda text: 0.0)
     parts = [{"correct": float(i % 2)} for i in range(RESPONSES)]
-    groups = [Group(problem, rollouts, parts)]
+    groups = [Group(PROBLEM, rollouts, parts)]
     return Experience.join(groups, groups, 1)
 
 
 def make_trainer(folder: str) -> Trainer:
     torch.manual_seed(0)
-    with torch.device("cuda"):
+    with device():
         model = Qwen3ForCausalLM(qwen3("qwen3-1.7b")).float()
     config = TrainConfig(
         run_dir=folder,
@@ -90,8 +97,9 @@ def make_trainer(folder: str) -> Trainer:
         distill=EVERYTHING,
     )
     schedule = SparsitySchedule.preset("qwen3-1.7b", target=0.86)
-    unused = cast(Any, None)  # this script doesn't tokenize, sample or verify
-    return Trainer(config, model, unused, unused, unused, schedule)
+    tokenizer = AutoTokenizer.from_pretrained(str(REASONER))
+    unused = cast(Any, None)  # this script doesn't sample
+    return Trainer(config, model, tokenizer, Task(), unused, schedule)
 
 
 def seconds(work: Callable[..., Any], *arguments: Any) -> tuple[float, float]:
@@ -138,13 +146,14 @@ def measure(trainer: Trainer, out: Path) -> None:
         advantages_B = torch.tensor([1.0, -1.0]).repeat(RESPONSES)[:RESPONSES]
         pages = read(distiller, step)
         learner.update(step, assessment, 0)  # compile
-        distiller.update(step, assessment, advantages_B)
+        update = assessment, advantages_B, assessment.mask_BT  # all tokens train
+        distiller.update(step, *update)
         rounds: list[dict[str, tuple[float, float]]] = []
         for _ in range(ROUNDS):
             times = {"dense_update": seconds(learner.update, step, assessment, 0)}
             for name, config in VARIANTS.items():
                 distiller.config = replace(distiller.config, distill=config)
-                times[name] = seconds(distiller.update, step, assessment, advantages_B)
+                times[name] = seconds(distiller.update, step, *update)
             rounds.append(times)
             results[text] = {"read": pages} | {name: summary(rounds, name) for name in times}
             save(out, results)
