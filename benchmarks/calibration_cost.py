@@ -21,7 +21,7 @@ from __future__ import annotations
 
 import math
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -30,7 +30,7 @@ from common import RESULTS, clock, device, load, parser, qwen3, save, table
 
 from sparrow import SparsitySchedule
 from sparrow.calibrate.run import PILOT, calibrate_engine
-from sparrow.engines.base import Engine, Scorer
+from sparrow.engines.base import Counters, Engine, Scorer
 from sparrow.rollout import Rollout, Sampling, Scores
 from sparrow.schedule import ALL_PAGES
 
@@ -74,6 +74,10 @@ class Told(Engine, Scorer):
         self.rounds: list[dict[str, Any]] = []
         self.tables = [SparsitySchedule.preset("qwen3-1.7b", tau) for tau in TAUS]
 
+    @property
+    def schedule(self) -> SparsitySchedule:
+        return self.behaviour
+
     def set_schedule(self, schedule: SparsitySchedule) -> None:
         self.rounds.append({"sampled_under": schedule.to_dict()["top_k"], "passes": []})
         self.behaviour = schedule
@@ -92,6 +96,12 @@ class Told(Engine, Scorer):
             )
             for i, prompt in enumerate(prompts)
         ]
+
+    def update_weights(self, weights: Iterable[tuple[str, Any]]) -> None:
+        raise NotImplementedError  # a calibration never changes the weights
+
+    def counters(self) -> Counters:
+        return Counters(tokens_read=0, tokens_held=0)
 
     def score(
         self, rollouts: Sequence[Rollout], schedule: SparsitySchedule, temperature: float

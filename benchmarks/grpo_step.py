@@ -82,8 +82,9 @@ class Given:
     for each call.
     """
 
-    def __init__(self, lengths: Iterator[Sequence[int]]) -> None:
+    def __init__(self, lengths: Iterator[Sequence[int]], schedule: SparsitySchedule) -> None:
         self._lengths = lengths
+        self.schedule = schedule
         self.measured: dict[str, Any] = {}
 
     def _next(self, count: int) -> Sequence[int]:
@@ -115,14 +116,18 @@ class Given:
 
     def wake(self) -> None: ...
 
+    def close(self) -> None: ...
+
 
 class Engine(Given):
     """An engine for the trainer that runs vLLM, stock or with Sparrow, and generates responses of
     given lengths.
     """
 
-    def __init__(self, llm: LLM, lengths: Iterator[Sequence[int]]) -> None:
-        super().__init__(lengths)
+    def __init__(
+        self, llm: LLM, lengths: Iterator[Sequence[int]], schedule: SparsitySchedule
+    ) -> None:
+        super().__init__(lengths, schedule)
         self.llm, self._step, self._ends = llm, llm.llm_engine.step, [0.0]
         llm.llm_engine.step = self._timed  # type: ignore[method-assign]
 
@@ -259,9 +264,10 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as folder:
         shape = qwen3(SHAPE, dtype="float32")
         shape.save_pretrained(folder)
-        engine = Given(calls)
+        engine = Given(calls, read)
         if arguments.variant != "given":
-            engine = Engine(start(arguments.variant, folder, read, dealt, CUTOFF // scale), calls)
+            llm = start(arguments.variant, folder, read, dealt, CUTOFF // scale)
+            engine = Engine(llm, calls, read)
         torch.manual_seed(0)
         with state.device:
             model = Qwen3ForCausalLM(shape)
