@@ -14,7 +14,7 @@ site:
 	.venv/bin/mkdocs build --strict
 
 types:
-	.venv/bin/mypy
+	.venv/bin/mypy && .venv/bin/mypy --config-file benchmarks/mypy.ini
 
 format:
 	.venv/bin/ruff check --fix . && .venv/bin/ruff format .

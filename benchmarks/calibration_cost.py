@@ -56,6 +56,7 @@ def steps() -> None:
     result: dict[str, Any] = {"batch": BATCH, "steps": []}
     with tempfile.TemporaryDirectory() as folder:
         bench = Bench("qwen3-1.7b", "sparse", folder)
+        assert bench.engine is not None
         bench.step([1024] * BATCH, 20)
         for top_k in PAGES:
             bench.engine.rpc("sparrow_set_schedule", SparsitySchedule.fixed(top_k).to_json())
@@ -159,9 +160,9 @@ def search() -> None:
         Rollout(
             ids(PROMPT).tolist(),
             ids(T),
-            np.zeros(T),
+            np.zeros(T, np.float32),
             ids(T, 20).astype(np.int32),
-            np.zeros((T, 20)),
+            np.zeros((T, 20), np.float32),
             "length",
         )
         for _ in range(SCORED)

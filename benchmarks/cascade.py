@@ -191,7 +191,7 @@ def keep_some_guesses(rate: Any) -> None:
         is_kept[:, -1:].zero_()  # there's no guess after the last token
         return torch.where(is_kept.flatten(), ids.roll(-1, 1).flatten().long(), drawn)
 
-    cascade.CascadeDrafter._sample = sample
+    cascade.CascadeDrafter._sample = sample  # type: ignore[method-assign, assignment]
 
 
 def captured(drafter: Any) -> dict[int, Any]:

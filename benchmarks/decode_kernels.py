@@ -564,14 +564,13 @@ def sweep(limit: float) -> Row:
         for k in budgets:
             case = Case(pool, B, L, G, k)
             case.choice = Choice("cuda")
-            configs = [None, *SWEPT[D, B * K]]
-            steps = [case.step(config, 0) for config in configs]
+            steps = [case.step(config, 0) for config in (None, *SWEPT[D, B * K])]
             configs = [step.config for step in steps]
             with ThreadPoolExecutor() as executor:
                 list(executor.map(compile_for, steps))
             for config in configs:
                 about = dict(B=B, L=L, K=K, G=G, D=D, k=k, config=asdict(config))
-                row = about | case.time(config, "step")
+                row: Row = about | case.time(config, "step")
                 row["of_limit"] = case.bytes(case.top_k) / limit * 1e6 / row["us"]
                 rows.append(row)
                 print(f"{K} {G} {D}, {k} pages: {row['of_limit']:.1%} {config}", flush=True)

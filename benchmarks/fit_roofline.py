@@ -106,7 +106,7 @@ def fit(points: list[Point]) -> Overheads:
     """Return the constants that minimise the sum of squared relative errors."""
     features, seconds = arrays(points)
     *constants, slowness = nnls(features / seconds[:, None], np.ones(len(points)))[0].tolist()
-    return Overheads(*constants, 1 / slowness)
+    return Overheads(*[*constants, 1 / slowness])
 
 
 def scaled(run: Mapping[str, Any]) -> tuple[NDArray[np.int64], SparsitySchedule]:

@@ -130,7 +130,9 @@ def main() -> None:
         note("engine", engine.describe())
         rounding: Any = int8_cache
         if name == "fp8":
-            layers = find(engine.llm.llm_engine.vllm_config).cache.fp8.layers
+            runtime = find(engine.llm.llm_engine.vllm_config)
+            assert runtime is not None and runtime.cache.fp8 is not None
+            layers = runtime.cache.fp8.layers
             rounding = partial(
                 rounded_cache, scales=[(x.values.k.clone(), x.values.v.clone()) for x in layers]
             )

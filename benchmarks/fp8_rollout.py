@@ -28,7 +28,7 @@ from rollout_trace import PROMPT, SLOTS, most_cached, responses, simulate, state
 
 FP8_CACHE, INT8_CACHE = dict(kv_cache_dtype="fp8"), dict(kv_cache_dtype="int8_per_token_head")
 FP8_WEIGHTS = dict(quantization="fp8_per_channel")
-VARIANTS: dict[str, tuple[str, dict[str, str]]] = {
+VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
     "stock": ("stock", {}),
     "stock fp8": ("stock", {**FP8_CACHE, **FP8_WEIGHTS}),
     "sparse": ("sparse", {}),

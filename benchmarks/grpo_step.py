@@ -96,8 +96,8 @@ class Given:
     def generate(self, prompts: Sequence[Sequence[int]], sampling: Sampling) -> list[Rollout]:
         rng, rollouts = np.random.default_rng(0), []
         for prompt, n in zip(prompts, self._next(len(prompts)), strict=True):
-            ids = rng.integers(0, VOCABULARY, n, dtype=np.int32)
-            top = (ids[:, None] + np.arange(sampling.top_n, dtype=np.int32)) % VOCABULARY
+            ids = rng.integers(0, VOCABULARY, n)
+            top = ((ids[:, None] + np.arange(sampling.top_n)) % VOCABULARY).astype(np.int32)
             even = np.full(top.shape, -np.log(VOCABULARY), dtype=np.float32)
             rollouts.append(Rollout(prompt, ids, even[:, 0], top, even, "length"))
         return rollouts

@@ -206,7 +206,7 @@ def run(arm: str, folder: str) -> Found:
         def without(self: DraftAdapters) -> contextlib.AbstractContextManager[None]:
             return self.captured(with_adapters=True)  # what drafts use when no row has an adapter
 
-        DraftAdapters.by_sequence = without  # type: ignore[method-assign]
+        DraftAdapters.by_sequence = without  # type: ignore[method-assign, assignment]
         found.accepted["drafts without adapters"] = decoded(WHOSE)[1]
     print(arm, found.accepted, found.milliseconds_per_token, flush=True)
     return found

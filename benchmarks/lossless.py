@@ -346,7 +346,7 @@ def measure(arguments: argparse.Namespace) -> None:
                 f"{peak} tokens do not fit in the KV cache, so requests would be preempted; use fewer slots"
             )
             for step, lengths in states(spans, STATES):
-                row = dict(batch=len(lengths), tokens=int(lengths.sum()))
+                row: dict[str, Any] = dict(batch=len(lengths), tokens=int(lengths.sum()))
                 row |= state(bench, lengths, None if decoding is None else cases[0][1])
                 save("trace", step=step, **row)
         if "whole" in parts:

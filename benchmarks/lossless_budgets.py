@@ -29,6 +29,7 @@ from sparrow import SparsitySchedule
 from sparrow.decoding import DRAFT_BUDGETS, Decoding, acceptance_at
 from sparrow.vllm.lossless.chooser import DraftChooser
 from sparrow.vllm.lossless.measured import tokens_per_cycle
+from sparrow.vllm.lossless.plan import Choice, drafts_of
 
 STATES = {
     "qwen3-1.7b": [(64, 4096), (64, 15000), (32, 30000), (8, 30000)],
@@ -46,25 +47,26 @@ class Counted(DraftChooser):
     multiple of the draft schedule's budget. If it is None, the budget is chosen.
     """
 
-    def __init__(self, choices: tuple[int, ...], held: float | None) -> None:
+    def __init__(self, choices: tuple[Choice, ...], held: float | None) -> None:
         super().__init__(choices, DRAFT_BUDGETS)
         self.held = held
         self.cycles: Counter[tuple[int, float]] = Counter()
 
-    def choose(self, rows: int, length: float, repeated: int = 0) -> int:
-        drafts = super().choose(rows, length, repeated)
+    def choose(self, rows: int, length: float, repeated: int = 0) -> Choice:
+        choice = super().choose(rows, length, repeated)
         self.cycles[0, 1.0] += repeated + (
-            not drafts
+            not choice
         )  # cycles without drafts don't choose a budget
-        return drafts
+        return choice
 
-    def choose_budget(self, rows: int, length: float, drafts: int) -> int:
+    def choose_budget(self, rows: int, length: float, choice: Choice) -> int:
         budget = (
-            super().choose_budget(rows, length, drafts)
+            super().choose_budget(rows, length, choice)
             if self.held is None
             else self.budgets.index(1.0)
         )
-        self.cycles[drafts, self.budgets[budget] if self.held is None else self.held] += 1
+        read = self.budgets[budget] if self.held is None else self.held
+        self.cycles[drafts_of(choice), read] += 1
         return budget
 
 

@@ -280,7 +280,7 @@ def vary_drafts() -> None:
     def choose(self: DraftChooser, *_: Any) -> Choice:
         return self.choices[rng.integers(len(self.choices))]
 
-    DraftChooser.choose = choose  # type: ignore[method-assign]
+    DraftChooser.choose = choose  # type: ignore[method-assign, assignment]
 
 
 def drawn(

@@ -400,7 +400,7 @@ def measure(arguments: argparse.Namespace) -> None:
         if "validate" in parts:
             early, last = middle(responses(min(arguments.requests)))
             spans = simulate(early, last, slots)
-            timed = [
+            step_ms = [
                 bench.step(lengths, LOGPROBS["top 20"])["ms"]
                 for _, lengths in states(spans, arguments.states)
             ]
@@ -414,7 +414,7 @@ def measure(arguments: argparse.Namespace) -> None:
                     steps=steps,
                     steps_run=len(took),
                     seconds=sum(took),
-                    estimate=steps * statistics.mean(timed) / 1e3,
+                    estimate=steps * statistics.mean(step_ms) / 1e3,
                 )
             )
         if "profile" in parts:

@@ -43,7 +43,7 @@ EAGER = {"enforce_eager": True}
 GRAPHS = {"compilation_config": {"mode": 0, "cudagraph_mode": "FULL_DECODE_ONLY"}}
 COMPILED: dict[str, Any] = {}
 """vLLM's defaults: torch.compile, and full CUDA graphs for decode steps."""
-ENGINE = {
+ENGINE: dict[str, Any] = {
     "dtype": "bfloat16",
     "max_model_len": 2048,
     "max_num_seqs": 8,

@@ -153,6 +153,7 @@ def planned() -> str:
             SHAPES_OF[run["shape"]], cluster, lengths, schedule, 64, len(lengths), 65536
         )
         step = prediction.sparse if run["schedule"] else prediction.dense
+        assert step is not None
         cells = [f"{run['seconds'][key]:.1f} / {getattr(step, key):.1f}" for key in PHASES]
         rows.append([name, *cells, f"{sum(run['seconds'].values()):.1f} / {step.seconds:.1f}"])
     return table(
@@ -308,6 +309,7 @@ def published_run() -> str:
         for prompts in (16, 32, 64, 128):
             lengths = response_lengths(median, 32_768, 8 * prompts)
             steps = plan(SHAPES_OF["qwen3-14b"], Cluster(MACHINES["h200"], 32), lengths, schedule)
+            assert steps.sparse is not None
             cells.append(
                 " / ".join(
                     f"{x.seconds * 53_000 / prompts / 3600:.0f}"

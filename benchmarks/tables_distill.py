@@ -37,7 +37,7 @@ def distilled() -> tuple[dict[str, list[Row]], list[int]]:
 
 def with_adapter(run: Row) -> Row:
     """Return the actor's measurements, with its adapter if it has one."""
-    return run.get("with", run["without"])
+    return run["with"] if "with" in run else run["without"]
 
 
 def by_bin(measured: Row, reached: list[int]) -> Any:
@@ -72,7 +72,7 @@ def distill_runs() -> str:
             if "with" in run
         ]
         trained = [run for run in runs if "steps" in run]
-        last = [np.mean(run["lowest_p5"]) for run in trained]
+        last = [float(np.mean(run["lowest_p5"])) for run in trained]
         steps = [first_holding(run["lowest_p5_low"]) for run in trained]
         rows.append(
             [

@@ -191,7 +191,7 @@ def speed() -> str:
         for case, by_point in cases(ratios(result)).items():
             if case in known:
                 cells = [
-                    span(
+                    span(  # type: ignore[call-arg]
                         *(tokens / by_point[point]["break_even"] for tokens in known[case]), 1, "x"
                     )
                     if point in by_point

@@ -69,7 +69,7 @@ def attention() -> str:
     for name in ("fp8", "int8"):
         cells |= {
             f"{name}, us": f"{{{name}[step][us]:.0f}}",
-            f"{name}, of limit": lambda row, name=name: (
+            f"{name}, of limit": lambda row, name=name: (  # type: ignore[misc]
                 f"{row[name]['limit_us'] / row[name]['step']['us']:.0%}"
             ),
             f"{name}, every page, us": f"{{{name}[dense][us]:.0f}}",

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
 import predicted
 from common import RESULTS, Row, interval, read_result, table
 from mixed_attention import SHAPES, cost_shape
+from numpy.typing import ArrayLike
 from scipy.stats import ttest_1samp
 
 from sparrow import SparsitySchedule
@@ -20,7 +20,7 @@ def results() -> list[dict[str, Any]]:
     return [read_result(RESULTS / f"mixed_attention_{shape}.json") for shape in SHAPES]
 
 
-def mean_of_pairs(rounds: Sequence[float]) -> list[float]:
+def mean_of_pairs(rounds: ArrayLike) -> list[float]:
     """Return the geometric mean of an even number of rounds and its 95 % interval, from Student's t
     over the means of consecutive pairs. In such a pair, each engine goes first once.
     """

@@ -112,6 +112,7 @@ def predicted(found: list[Row]) -> str:
     rows = []
     for run in found:
         shape = SHAPES[run["shape id"]]
+        assert shape.experts is not None
         if run["experts"] != shape.experts.count or gpu({"machine": run["gpu"]}) != "H200":
             continue
         lossy = SparsitySchedule.preset(run["schedule"])

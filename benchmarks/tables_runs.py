@@ -127,7 +127,7 @@ def failures() -> str:
     results = load("same_run")
     lost = {"a process under DDP": "killed", "a process under FSDP2": "killed_fsdp2"}
     runs = [
-        (name, results[run]["stopped"], len(results[run]["resumed"]["steps"]["step"]))
+        (name, results[run]["stopped"], str(len(results[run]["resumed"]["steps"]["step"])))
         for name, run in lost.items()
     ]
     runs.append(("the vLLM server", results["server"], ""))

@@ -34,7 +34,7 @@ def measured() -> dict[str, tuple[Row, Row]]:
     }
 
 
-def point(run: Row, batch: int, length: int, schedule: str, logprobs: str) -> float | None:
+def point(run: Row, batch: int, length: int, schedule: str, logprobs: str) -> Any:
     """Return a decode step's time in ms, or None if it was not measured."""
     wanted = dict(batch=batch, length=length, schedule=schedule, logprobs=logprobs)
     return next((row["ms"] for row in run["points"] if wanted.items() <= row.items()), None)
@@ -329,7 +329,7 @@ def grpo_steps() -> str:
             ]
         )
     rows.append(["whole step", *(f"{statistics.mean(seconds):.1f}" for seconds in steps.values())])
-    rows.append(["steps measured", *map(len, steps.values())])
+    rows.append(["steps measured", *(f"{len(seconds)}" for seconds in steps.values())])
     parts = [
         [step["rollout"] / total for step, total in zip(run["steps"], steps[name], strict=True)]
         for name, run in runs.items()

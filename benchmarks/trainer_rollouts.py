@@ -327,7 +327,7 @@ class OpenRLHF:
         await self.actor.reset_prefix_cache()
 
 
-TRAINERS = {"trl": TRL, "skyrl": SkyRL, "prime-rl": PrimeRL, "openrlhf": OpenRLHF}
+TRAINERS: dict[str, Any] = {"trl": TRL, "skyrl": SkyRL, "prime-rl": PrimeRL, "openrlhf": OpenRLHF}
 
 
 def serve(settings: dict[str, Any]) -> None:
@@ -596,7 +596,9 @@ def judged(
     Args:
         rounds: how many rounds there should be.
     """
-    result = {name: found[name] for name in ("described", "seconds to start") if name in found}
+    result: dict[str, Any] = {
+        name: found[name] for name in ("described", "seconds to start") if name in found
+    }
     result["faults"] = []
     if len(found["rounds"]) < rounds:
         result["faults"].append(f"it stopped in round {len(found['rounds']) + 1}")

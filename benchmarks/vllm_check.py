@@ -273,7 +273,7 @@ def main() -> None:
         first = engine.generate(prompts(), SAMPLED)
         note("counters, sparse", str(engine.counters()))
         judge("sparse", first, SMALL)
-        responses = {
+        responses: dict[str, Any] = {
             "ids": [r.response_ids for r in first],
             "logprobs": [r.logprobs for r in first],
         }

@@ -150,7 +150,8 @@ def summary(rows: list[dict[str, Any]]) -> dict[str, float]:
     """Return the means over the first and the last sixth of the steps. Also fit a line to all
     steps, and return its change over the run with the standard error.
     """
-    n, metrics = len(rows) // 6 or 1, {}
+    n = len(rows) // 6 or 1
+    metrics: dict[str, float] = {}
     for name in QUANTITIES:
         y = np.array([row[name] for row in rows])
         metrics |= {f"{name} first": float(y[:n].mean()), f"{name} last": float(y[-n:].mean())}
