@@ -109,7 +109,7 @@ class GraphEngine(HFEngine):
         self._prompt = torch.zeros(B, dtype=torch.long, device=device)
         self._token = torch.zeros(B, dtype=torch.long, device=device)
         self._temperature = torch.ones((), device=device)
-        self._uniform = torch.zeros(S, B, device=device)
+        self._draws = torch.zeros(S, B, device=device)
         self._uniform_weight = torch.zeros(S, B, device=device)
         self._tokens = torch.zeros(S, B, dtype=torch.long, device=device)
         self._logprobs = torch.zeros(S, B, device=device)
@@ -204,9 +204,9 @@ class GraphEngine(HFEngine):
         self._step.zero_()
         self._temperature.fill_(sampling.temperature)
         generator = torch.Generator(device).manual_seed(seeds[0])
-        self._uniform.copy_(torch.rand(self._uniform.shape, generator=generator, device=device))
+        self._draws.copy_(torch.rand(self._draws.shape, generator=generator, device=device))
         share, weight = self.noise
-        noisy = torch.rand(self._uniform.shape, generator=generator, device=device) < share
+        noisy = torch.rand(self._draws.shape, generator=generator, device=device) < share
         self._uniform_weight.copy_(noisy * weight)
         longest, span = int(lengths.max()), math.lcm(SPAN, self._layout.page_size)
         for t in range(steps):
@@ -361,7 +361,7 @@ class GraphEngine(HFEngine):
             log_q = torch.lerp(q, torch.full_like(q, 1 / q.shape[-1]), weight_B1).log()
         # Sample by inverting the cumulative distribution. Rounding can push a draw past its last
         # value, hence the clamp.
-        below = log_q.exp().cumsum(-1) < self._uniform.index_select(0, self._step[None])[0][:, None]
+        below = log_q.exp().cumsum(-1) < self._draws.index_select(0, self._step[None])[0][:, None]
         token = below.sum(-1).clamp(max=log_q.shape[-1] - 1)
         best = log_q.topk(self.top_n, dim=-1)
         now = self._step[None]
