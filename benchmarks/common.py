@@ -98,7 +98,7 @@ def cache_size(gib: float | None) -> dict[str, Any]:
 
 
 def add_quantization(options: argparse.ArgumentParser) -> None:
-    """Add the ``--quantization`` option to a script that starts engines through ``rollout.Bench``."""
+    """Add the ``--quantization`` option to a script whose engines are ``rollout.Bench``."""
     options.add_argument(
         "--quantization",
         help="how vLLM quantises the weights in all engines, such as fp8_per_block; by default, "

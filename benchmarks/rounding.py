@@ -39,7 +39,8 @@ def _watched(model: Any, change_keys: Any, change_values: Any) -> Iterator[None]
     ``[B, K, T, D]``, after the rotary embedding. ``change_values`` gets its values, ``[B, T, K,
     D]``.
     """
-    layer_now, modeling = [0], cast(Any, sys.modules[type(model).__module__])
+    layer_now = [0]
+    modeling = cast(Any, sys.modules[type(model).__module__])
     stock = modeling.apply_rotary_pos_emb
 
     def rotary(q: Tensor, k: Tensor, *more: Any, **named: Any) -> tuple[Tensor, Tensor]:

@@ -201,8 +201,8 @@ def cycles() -> dict[tuple[str, tuple[int, int], str], list[Cycle]]:
 
 
 def speed() -> str:
-    """One row per state, bits of the weights, acceptance and number of drafts per pass. Each row has
-    the fastest number of drafts per cycle, relative to stock vLLM in its run.
+    """One row per state, bits of the weights, acceptance and number of drafts per pass. Each row
+    has the fastest number of drafts per cycle, relative to stock vLLM in its run.
     """
     rows = []
     for measured_there in cycles().values():

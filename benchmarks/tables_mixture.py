@@ -46,6 +46,8 @@ def runs() -> list[Row]:
 def described(run: Row) -> list[str]:
     """Describe a run's model, its GPU, and its version of vLLM."""
     kept = f"{run['experts']} experts, {run['layers']} layers"
+    if run.get("quantization"):
+        kept += f", weights in {run['quantization']}"
     return [run["shape"], kept, gpu({"machine": run["gpu"]}), run["vllm"]]
 
 
@@ -106,14 +108,18 @@ def speed(found: list[Row]) -> str:
 
 @if_measured
 def predicted(found: list[Row]) -> str:
-    """Tabulate the gains predicted by the cost model next to the measured ones."""
+    """Tabulate the gains predicted by the cost model next to the measured ones. The cost model
+    doesn't cover quantised weights.
+    """
     overheads = VLLM_H200.without_lists
     machine = MACHINES["h200"]
     rows = []
     for run in found:
         shape = SHAPES[run["shape id"]]
         assert shape.experts is not None
-        if run["experts"] != shape.experts.count or gpu({"machine": run["gpu"]}) != "H200":
+        is_whole = run["experts"] == shape.experts.count
+        on_h200 = gpu({"machine": run["gpu"]}) == "H200"
+        if not is_whole or not on_h200 or run.get("quantization"):
             continue
         lossy = SparsitySchedule.preset(run["schedule"])
         drafts = SparsitySchedule.fixed(run["draft pages"], dense_layers=())

@@ -172,6 +172,20 @@ def test_speedups_are_relative_to_stock_vllm_in_the_same_run(tables):
     assert (found["chosen, first 4 s"], found["after"]) == ("1.20x", "1.29x")
 
 
+def test_quantised_weights_are_named_and_not_predicted(tables):
+    run = RUN | {"schedule": "qwen3-4b", "draft pages": 61, "acceptance": 0.95}
+    quantised = run | {"quantization": "fp8_per_block"}
+    result = {"shape": "qwen3-30b-a3b", "runs": [run, quantised]}
+    (tables.RESULTS / "mixture_qwen3-30b-a3b.json").write_text(json.dumps(result))
+    _, _, *rows = cells(tables.speed())
+    assert [row[1] for row in rows] == [
+        "128 experts, 48 layers",
+        "128 experts, 48 layers, weights in fp8_per_block",
+    ]
+    _, _, *predictions = cells(tables.predicted())
+    assert len(predictions) == 1
+
+
 def test_time_of_a_trace_that_was_cut_short_is_left_blank(tables):
     _, _, row = cells(tables.rollout())
     assert row[4:] == ["40", "30 s", "20 s", "**1.50x**", "", "", "4"]
